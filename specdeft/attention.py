@@ -1,0 +1,146 @@
+"""How one forward's layers reach the KV tree: store the new keys and values, then attend.
+
+Two forms of the same contract (`model.LayerAttention`): views and a loop over sequences on the CPU,
+device-side lengths and the Triton kernels on CUDA. Neither builds a mask over the context, neither
+copies the cache.
+"""
+
+from enum import Enum
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from specdeft.kernels import cpu
+from specdeft.kv_tree import KVTree
+from specdeft.model import AttentionOptions, LayerAttention
+from specdeft.tree_tensors import TreeTensors
+from specdeft.trees.token_tree import TokenTree
+
+
+class KernelChoice(str, Enum):
+    """Which kernels run; an explicit choice is honoured or refused, never replaced."""
+
+    CPU = "cpu"
+    TRITON = "triton"
+
+    @classmethod
+    def for_device(cls, device: torch.device) -> "KernelChoice":
+        """The choice for tensors on ``device``."""
+        return cls.TRITON if device.type == "cuda" else cls.CPU
+
+
+def make_attention(
+    choice: KernelChoice, cache: KVTree, sequences: list[int], num_new: int, tree: TreeTensors | None
+) -> LayerAttention:
+    """The attention of one forward of ``num_new`` tokens after the committed ones.
+
+    Args:
+        choice: which kernels.
+        cache: reserved for ``num_new`` tokens in every sequence.
+        sequences: the B sequences, in batch order.
+        num_new: N tokens of this forward.
+        tree: whose ancestors the N tokens see; None is a causal chunk of a prompt.
+    """
+    if choice is KernelChoice.CPU:
+        return CpuAttention(cache, sequences, num_new, tree)
+    return TritonAttention(cache, sequences, num_new, tree)
+
+
+class CpuAttention:
+    """Attention over views of the pool, one sequence after the other."""
+
+    def __init__(
+        self, cache: KVTree, sequences: list[int], num_new: int, tree: TreeTensors | None
+    ) -> None:
+        self._cache = cache
+        self._tree = tree
+        self._num_context = [cache.length(sequence) for sequence in sequences]
+        self._runs = [
+            cache.run(sequence, context + num_new)
+            for sequence, context in zip(sequences, self._num_context, strict=True)
+        ]
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
+    ) -> Tensor:
+        """See `model.LayerAttention`."""
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        rows = []
+        for row, (run, num_context) in enumerate(zip(self._runs, self._num_context, strict=True)):
+            fresh = slice(run.start + num_context, run.stop)
+            keys[fresh], values[fresh] = k[row], v[row]
+            rows.append(self._attend_one(q[row], keys[run], values[run], num_context, options))
+        return rows[0][None] if len(rows) == 1 else torch.stack(rows)
+
+    def _attend_one(
+        self, q: Tensor, k: Tensor, v: Tensor, num_context: int, options: AttentionOptions
+    ) -> Tensor:
+        shared = {
+            "num_context": num_context,
+            "scale": options.scale,
+            "window": options.window,
+            "softcap": options.softcap,
+            "sinks": options.sinks,
+        }
+        if self._tree is None:
+            return cpu.prefill_attention_cpu(q, k, v, **shared)
+        return cpu.tree_attention_cpu(
+            q, k, v, ancestors=self._tree.ancestors, depths=self._tree.depths, **shared
+        )
+
+
+class TritonAttention:
+    """Attention through the DeFT-Flatten kernels; lengths and page tables stay on the device."""
+
+    def __init__(
+        self, cache: KVTree, sequences: list[int], num_new: int, tree: TreeTensors | None
+    ) -> None:
+        from specdeft.kernels import deft_flatten  # needs triton, which the CPU path must not
+
+        self._kernel = deft_flatten.tree_attention
+        self._cache = cache
+        device = cache.keys.device
+        lengths = [cache.length(sequence) for sequence in sequences]
+        self._max_context = max(lengths)
+        self._lengths = torch.tensor(lengths, dtype=torch.int32).to(device)
+        self._page_table = cache.page_table(sequences)
+        self._slots = torch.cat(
+            [
+                cache.slots(sequence, length, length + num_new)
+                for sequence, length in zip(sequences, lengths, strict=True)
+            ]
+        )
+        self._mask_words = tree.mask_words if tree else _chain_words(num_new, device)
+        self._depths = (tree.depths if tree else torch.arange(num_new, device=device)).int()
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
+    ) -> Tensor:
+        """See `model.LayerAttention`."""
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        keys.index_copy_(0, self._slots, k.flatten(0, 1))
+        values.index_copy_(0, self._slots, v.flatten(0, 1))
+        out, _lse = self._kernel(
+            q,
+            keys,
+            values,
+            lengths=self._lengths,
+            mask_words=self._mask_words,
+            page_table=self._page_table,
+            page_size=self._cache.page_size,
+            capacity=self._cache.page_size * self._page_table.shape[1],
+            max_context=self._max_context,
+            scale=options.scale,
+            depths=self._depths,
+            window=options.window,
+            softcap=options.softcap,
+            sinks=options.sinks,
+        )
+        return out
+
+
+@lru_cache(maxsize=8)
+def _chain_words(num_tokens: int, device: torch.device) -> Tensor:
+    """A causal chunk is a tree without branches."""
+    return TokenTree.chain(num_tokens - 1).mask_words().to(device)

@@ -1,0 +1,285 @@
+"""SpecDecoder: a stock model, its draft heads and a token tree behind `generate` and `stream`."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from specdeft.attention import KernelChoice
+from specdeft.config import GenerationConfig
+from specdeft.engine import Engine
+from specdeft.generation import Generation
+from specdeft.heads.medusa import MedusaHeads
+from specdeft.kv_tree import KVTree
+from specdeft.loading import load_heads, load_target
+from specdeft.model import TargetModel
+from specdeft.prompt import Prompt, encode_prompt
+from specdeft.result import GenerationResult
+from specdeft.text import TextAssembler
+from specdeft.tree_choice import TreeChoice, TreeRequest
+from specdeft.trees.token_tree import TokenTree
+
+
+class SpecDecoder:
+    """Speculative decoding of one model; the text is the one plain decoding gives.
+
+    Attributes:
+        model, tokenizer: the stock Hugging Face objects, usable on their own at any time.
+        heads: the draft heads, or None (plain decoding only).
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        heads: MedusaHeads | None = None,
+        *,
+        tree: TreeRequest = "auto",
+        kernels: KernelChoice | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Put a loaded model, its tokenizer and heads together.
+
+        Args:
+            model: a decoder-only causal LM.
+            tokenizer: its tokenizer.
+            heads: draft heads made for this model; None decodes plainly.
+            tree: "auto" (the size with the most tokens per second by measured step cost), a
+                number of nodes, a tree's name, a JSON file, or a `TokenTree`.
+            kernels: which attention kernels; by default those of the model's device.
+            clock: seconds; for tests.
+
+        Raises:
+            ValueError: the model or the tree is not supported, or the heads are another model's.
+        """
+        target = TargetModel(model)
+        self.model = model
+        self.tokenizer = tokenizer
+        self.heads = heads
+        self._engine = Engine(target, heads, kernels or KernelChoice.for_device(target.device))
+        self._clock = clock
+        self._choice = TreeChoice(self._engine, tree, clock)
+        self._cache: KVTree | None = None
+        self._busy = threading.Lock()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str | Path,
+        *,
+        heads: str | Path | None = "auto",
+        dtype: torch.dtype | str = "auto",
+        device: torch.device | str = "auto",
+        tree: TreeRequest = "auto",
+        **model_arguments: Any,
+    ) -> "SpecDecoder":
+        """Load a model by name, Hugging Face id or path, and the heads that belong to it.
+
+        Args:
+            name: "smollm2-135m" (embedded, no download) or anything `AutoModelForCausalLM` loads.
+            heads: a folder of heads; "auto" takes the shipped ones where there are any; None
+                decodes plainly.
+            dtype: "auto" is bfloat16 where the device computes in it, else float32.
+            device: "auto" is CUDA where there is a GPU, else the CPU.
+            tree: see `__init__`.
+            model_arguments: passed to `from_pretrained` of transformers.
+
+        Raises:
+            ValueError: the model cannot be loaded, or the heads are missing or another model's.
+        """
+        loaded = load_target(name, dtype=dtype, device=device, **model_arguments)
+        return cls(loaded.model, loaded.tokenizer, load_heads(heads, loaded), tree=tree)
+
+    @overload
+    def generate(self, prompt: Prompt, **settings: Any) -> GenerationResult: ...
+
+    @overload
+    def generate(self, prompt: list[Prompt], **settings: Any) -> list[GenerationResult]: ...
+
+    def generate(
+        self, prompt: Prompt | list[Prompt], **settings: Any
+    ) -> GenerationResult | list[GenerationResult]:
+        """Generate for one prompt, or for each of a list, one after the other.
+
+        Args:
+            prompt: text (put through the model's chat template where it has one), `raw=True` text,
+                a chat as a list of messages, or a tensor of token ids; or a list of these.
+            settings: `config=GenerationConfig(...)` or its fields (max_new_tokens, temperature,
+                top_k, top_p, seed, stop, ignore_eos), plus `tree` and `raw`.
+
+        Raises:
+            ValueError: bad input; nothing was computed.
+            RuntimeError: this decoder is generating already (in another thread, or in a stream
+                that was not exhausted or closed).
+        """
+        if _is_batch(prompt):
+            return [self._exhaust(self.stream(one, **settings)) for one in prompt]
+        return self._exhaust(self.stream(prompt, **settings))  # type: ignore[arg-type]
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        config: GenerationConfig | None = None,
+        tree: TreeRequest | None = None,
+        raw: bool = False,
+        **fields: Any,
+    ) -> "Stream":
+        """Generate piece by piece: iterate for text, then read ``.result``.
+
+        Arguments and errors as for `generate`; they are checked here, before the first piece.
+        """
+        if config is not None and fields:
+            raise ValueError(
+                f"config and {', '.join(sorted(fields))} were both given: put them in the config"
+            )
+        config = config or _config_from(fields)
+        prompt_ids = encode_prompt(self.tokenizer, prompt, raw=raw)
+        self._check_length(prompt_ids, config)
+        choice = self._choice if tree is None else TreeChoice(self._engine, tree, self._clock)
+        return Stream(self, prompt_ids, config, choice)
+
+    def plain(self, prompt: Prompt, **settings: Any) -> GenerationResult:
+        """`generate` with the one-node tree: the same engine decoding plainly, the honest baseline."""
+        return self._exhaust(self.stream(prompt, **{**settings, "tree": TokenTree.chain(0)}))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the target runs."""
+        return self._engine.target.device
+
+    @property
+    def tree(self) -> TokenTree:
+        """The token tree in use; "auto" is resolved (and measured if need be) by asking."""
+        return self._choice.tree
+
+    @property
+    def tree_report(self) -> str:
+        """One line that says which tree was chosen and why."""
+        return self._choice.report
+
+    def _exhaust(self, stream: "Stream") -> GenerationResult:
+        for _piece in stream:
+            pass
+        assert stream.result is not None
+        return stream.result
+
+    def _check_length(self, prompt_ids: Sequence[int], config: GenerationConfig) -> None:
+        limit = self._engine.target.max_context
+        vocab_size = self._engine.target.vocab_size
+        wrong = next((token for token in prompt_ids if not 0 <= token < vocab_size), None)
+        if wrong is not None:
+            raise ValueError(
+                f"token id {wrong} is not in the vocabulary of {vocab_size}: was the prompt "
+                "encoded by another model's tokenizer?"
+            )
+        if len(prompt_ids) >= limit:
+            raise ValueError(
+                f"the prompt has {len(prompt_ids)} tokens and the model's context holds {limit}: "
+                "shorten it to leave room for new tokens"
+            )
+        if len(prompt_ids) + config.max_new_tokens > limit:
+            raise ValueError(
+                f"{len(prompt_ids)} prompt tokens and max_new_tokens={config.max_new_tokens} exceed "
+                f"the model's context of {limit}: ask for at most {limit - len(prompt_ids)}"
+            )
+
+    def _cache_for(self, num_tokens: int) -> KVTree:
+        """A cache that holds ``num_tokens``; kept between generations, made larger when needed."""
+        if self._cache is None or self._cache.page_size < num_tokens:
+            self._cache = None  # free the old one first
+            self._cache = self._engine.new_cache(-(-num_tokens // 256) * 256)
+        return self._cache
+
+    def _eos_ids(self) -> frozenset[int]:
+        """Every id that ends a text: the generation config's and the tokenizer's."""
+        configured = self.model.generation_config.eos_token_id
+        listed = configured if isinstance(configured, list) else [configured]
+        return frozenset(
+            int(token) for token in [*listed, self.tokenizer.eos_token_id] if token is not None
+        )
+
+
+class Stream:
+    """The pieces of one generation; holds its decoder until exhausted or closed."""
+
+    def __init__(
+        self,
+        decoder: SpecDecoder,
+        prompt_ids: list[int],
+        config: GenerationConfig,
+        choice: TreeChoice,
+    ) -> None:
+        self._decoder = decoder
+        self._prompt_ids = prompt_ids
+        self._config = config
+        self._choice = choice
+        self._generation: Generation | None = None
+        self._pieces = self._run()
+
+    @property
+    def result(self) -> GenerationResult | None:
+        """The outcome; None until the stream is exhausted."""
+        return self._generation.result if self._generation else None
+
+    def __iter__(self) -> Iterator[str]:
+        return self._pieces
+
+    def close(self) -> None:
+        """End early: the cache is released and the decoder is free again."""
+        self._pieces.close()
+
+    def _run(self) -> Iterator[str]:  # a generator, so that close() reaches its finally
+        decoder = self._decoder
+        if not decoder._busy.acquire(blocking=False):
+            raise RuntimeError(
+                "this decoder is generating already: exhaust or close its stream first, or use one "
+                "decoder per thread"
+            )
+        try:
+            self._generation = self._start()
+            yield from self._generation
+        finally:
+            decoder._busy.release()
+
+    def _start(self) -> Generation:
+        decoder = self._decoder
+        num_nodes = self._choice.tree.num_nodes
+        capacity = len(self._prompt_ids) + self._config.max_new_tokens + num_nodes
+        return Generation(
+            decoder._engine,
+            decoder._cache_for(capacity),
+            self._prompt_ids,
+            self._config,
+            trees=self._choice.for_budget,
+            eos_ids=decoder._eos_ids(),
+            text=TextAssembler(decoder.tokenizer, self._config.stop),
+            clock=decoder._clock,
+        )
+
+
+def _is_batch(prompt: Any) -> bool:
+    """A list is a batch unless it is one chat (messages) or one row of ids."""
+    if not isinstance(prompt, list | tuple) or not prompt:
+        return False
+    first = prompt[0]
+    return not (isinstance(first, int) or (isinstance(first, dict) and "role" in first))
+
+
+def _config_from(fields: dict[str, Any]) -> GenerationConfig:
+    known = GenerationConfig.__dataclass_fields__
+    unknown = sorted(set(fields) - set(known))
+    if unknown:
+        raise ValueError(
+            f"generate has no setting {', '.join(unknown)}: it takes {', '.join(known)}, tree, raw"
+        )
+    if isinstance(fields.get("stop"), list):
+        fields["stop"] = tuple(fields["stop"])
+    return GenerationConfig(**fields)
+
+

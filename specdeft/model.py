@@ -1,0 +1,197 @@
+"""The target: a stock Hugging Face causal language model, called without its own cache.
+
+The model is called with explicit positions, no mask and no cache object; the attention function
+registered here under the name ``specdeft`` stores the new keys and values in the KV tree and runs
+our kernels on it. The model object stays stock: the attention choice is set for the duration of a
+call and restored after it, so ``model.generate`` works at any time as if we were not there.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from specdeft.kv_tree import KVShape
+
+ATTENTION_NAME = "specdeft"
+
+
+class LayerAttention(Protocol):
+    """What a forward hands to every attention layer: stores k and v, returns the attention."""
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: "AttentionOptions"
+    ) -> Tensor:
+        """q [B, N, Hq, D], k and v [B, N, Hkv, D] -> [B, N, Hq, D]."""
+
+
+class AttentionOptions(NamedTuple):
+    """How one layer scores: scale, sliding window in tokens, logit softcap, sink logits [Hq]."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None
+
+
+class TargetOutput(NamedTuple):
+    """logits [B, N or 1, V] and the hidden state the output layer read, [B, N or 1, hidden]."""
+
+    logits: Tensor
+    hidden: Tensor
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,  # noqa: ARG001  always None: no mask is registered for our name
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    specdeft_attention: LayerAttention | None = None,
+    **_ignored: Any,
+) -> tuple[Tensor, None]:
+    """The function transformers calls in every layer: q [B, Hq, N, D], k and v [B, Hkv, N, D]."""
+    if specdeft_attention is None:
+        raise RuntimeError(
+            "the attention 'specdeft' was called outside a SpecDecoder: select 'sdpa' or 'eager' "
+            "for this model"
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    options = AttentionOptions(scale, sliding_window, softcap, s_aux)
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    return specdeft_attention.attend(int(module.layer_idx), q, k, v, options), None  # type: ignore[arg-type]
+
+
+class TargetModel:
+    """A stock causal LM with the properties speculation needs.
+
+    Raises:
+        ValueError: the model is not a decoder-only LM, or its attention means something ours does
+            not compute (ALiBi, linear attention, cross attention).
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        _refuse_unsupported(model)
+        AttentionInterface.register(ATTENTION_NAME, _attention)
+        self.model = model
+        self.config = model.config.get_text_config()
+        self.output_layer: nn.Module = model.get_output_embeddings()
+        self.embedding: nn.Module = model.get_input_embeddings()
+        self.shape = _kv_shape(self.config)
+        self.num_query_heads: int = self.config.num_attention_heads
+        self.vocab_size: int = int(self.output_layer.weight.shape[0])  # type: ignore[union-attr,arg-type]
+        self.hidden_size: int = int(self.config.hidden_size)
+        self.max_context: int = int(getattr(self.config, "max_position_embeddings", 0) or 2**31 - 1)
+        self._keeps_logits = "logits_to_keep" in inspect.signature(type(model).forward).parameters
+
+    @property
+    def device(self) -> torch.device:
+        """Where the hidden states and logits come out."""
+        return self.output_layer.weight.device  # type: ignore[return-value]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the hidden states and the cache."""
+        return self.model.dtype
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, attention: LayerAttention, *, last_only: bool
+    ) -> TargetOutput:
+        """One forward of [B, N] tokens at [B, N] positions; ``attention`` owns the cache.
+
+        Args:
+            input_ids: [B, N] int64.
+            position_ids: [B, N] int64, absolute.
+            attention: stores the new keys and values and attends, layer by layer.
+            last_only: return the last row's logits only (prefill).
+        """
+        keep = {"logits_to_keep": 1} if last_only and self._keeps_logits else {}
+        hidden: list[Tensor] = []
+        with self._our_attention(), self._tapped(hidden):
+            logits = self.model(
+                input_ids=input_ids,
+                position_ids=position_ids,
+                use_cache=False,
+                specdeft_attention=attention,
+                **keep,
+            ).logits
+        if last_only:
+            return TargetOutput(logits[:, -1:], hidden[0][:, -1:])
+        return TargetOutput(logits, hidden[0])
+
+    @contextmanager
+    def _our_attention(self) -> Iterator[None]:
+        configs = {id(config): config for config in (self.model.config, self.config)}.values()
+        before = [config._attn_implementation_internal for config in configs]
+        if ATTENTION_NAME in before:
+            raise RuntimeError("a forward of this model is already running: decoders do not nest")
+        try:
+            for config in configs:
+                config._attn_implementation_internal = ATTENTION_NAME
+            yield
+        finally:
+            for config, implementation in zip(configs, before, strict=True):
+                config._attn_implementation_internal = implementation
+
+    @contextmanager
+    def _tapped(self, hidden: list[Tensor]) -> Iterator[None]:
+        """The input of the output layer is the hidden state after the final norm."""
+        handle = self.output_layer.register_forward_pre_hook(
+            lambda _module, arguments: hidden.append(arguments[0])
+        )
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+def _kv_shape(config: Any) -> KVShape:
+    head_dim = getattr(config, "head_dim", None) or (
+        config.hidden_size // config.num_attention_heads
+    )
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return KVShape(int(config.num_hidden_layers), int(heads), int(head_dim))
+
+
+def _refuse_unsupported(model: PreTrainedModel) -> None:
+    config = model.config
+    name = type(model).__name__
+    if getattr(config, "is_encoder_decoder", False) or model.get_output_embeddings() is None:
+        raise ValueError(
+            f"{name} is not a decoder-only causal language model: load one with "
+            "AutoModelForCausalLM"
+        )
+    text = config.get_text_config()
+    if getattr(text, "alibi", False) or getattr(text, "position_embedding_type", "") == "alibi":
+        raise ValueError(
+            f"{name} uses ALiBi, whose bias follows the row number and not the tree depth: choose "
+            "a model with rotary or learned positions"
+        )
+    kinds = set(getattr(text, "layer_types", None) or ())
+    unknown = sorted(kinds - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise ValueError(
+            f"{name} has layers of type {', '.join(unknown)}: only full_attention and "
+            "sliding_attention layers can be verified as a tree"
+        )
+    if not _uses_registry(model):
+        raise ValueError(
+            f"{name} does not take its attention from transformers' AttentionInterface: choose a "
+            "model family that does (Llama, Qwen, Mistral, Gemma, Phi and most current ones)"
+        )
+
+
+def _uses_registry(model: PreTrainedModel) -> bool:
+    return bool(
+        getattr(model, "_supports_attention_backend", False)
+        or getattr(model.base_model, "_supports_attention_backend", False)
+    )
