@@ -26,7 +26,7 @@ help:
 	@echo "PYTHON=python3.12 chooses the interpreter; TORCH_INDEX_URL the index that torch comes from"
 
 demo: .venv/demo.stamp
-	$(SAY) "decoding with the default model (the first time it is converted: about 20 s)"
+	$(SAY) "decoding with the default model (converted once, in some seconds)"
 	@$(BIN)/specdeft generate --compare "$$PROMPT"
 
 test: .venv/dev.stamp
