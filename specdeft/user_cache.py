@@ -185,7 +185,7 @@ def _require_space(root: Path, needed_bytes: int) -> None:
 def _no_space(root: Path, needed_bytes: int, free_bytes: int) -> str:
     return (
         f"{root} has {free_bytes / 1e6:.0f} MB free and {needed_bytes / 1e6:.0f} MB are needed: "
-        "free some space or set SPECDEFT_CACHE to a directory on a larger disk."
+        "free some space or set SPECDEFT_CACHE to a directory on a larger disk"
     )
 
 
@@ -206,7 +206,7 @@ def _usable(root: Path, needed_bytes: int) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno in _NOT_WRITABLE:
             raise CacheError(
                 f"the cache directory {root} cannot be written ({error.strerror}): "
-                "set SPECDEFT_CACHE to a directory of yours."
+                "set SPECDEFT_CACHE to a directory of yours"
             ) from error
         raise
 
