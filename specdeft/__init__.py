@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specdeft.config import GenerationConfig
-    from specdeft.decoder import GenerationResult, SpecDecoder
+    from specdeft.decoder import SpecDecoder
+    from specdeft.result import GenerationResult
     from specdeft.trees.token_tree import TokenTree
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
     "SpecDecoder": "specdeft.decoder",
-    "GenerationResult": "specdeft.decoder",
+    "GenerationResult": "specdeft.result",
     "GenerationConfig": "specdeft.config",
     "TokenTree": "specdeft.trees.token_tree",
 }

@@ -1,8 +1,8 @@
 """Which drafted nodes the target confirms: the walk from the root along the target's own tokens.
 
-The target's token after every node is known (greedy or drawn, ``sampling.choose_tokens``). A node is
-accepted when it holds the token the target chose after its parent and its parent is accepted; the
-root always is. Every emitted token is therefore the target's own, for every tree and temperature.
+The target's token after every node is known (greedy or drawn, ``sampling.choose_tokens``). A node
+is accepted when it holds the token the target chose after its parent and its parent is accepted;
+the root always is. Every emitted token is therefore the target's own, for every tree and temperature.
 """
 
 from typing import NamedTuple

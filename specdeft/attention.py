@@ -31,7 +31,11 @@ class KernelChoice(str, Enum):
 
 
 def make_attention(
-    choice: KernelChoice, cache: KVTree, sequences: list[int], num_new: int, tree: TreeTensors | None
+    choice: KernelChoice,
+    cache: KVTree,
+    sequences: list[int],
+    num_new: int,
+    tree: TreeTensors | None,
 ) -> LayerAttention:
     """The attention of one forward of ``num_new`` tokens after the committed ones.
 
@@ -76,18 +80,17 @@ class CpuAttention:
     def _attend_one(
         self, q: Tensor, k: Tensor, v: Tensor, num_context: int, options: AttentionOptions
     ) -> Tensor:
-        shared = {
-            "num_context": num_context,
-            "scale": options.scale,
-            "window": options.window,
-            "softcap": options.softcap,
-            "sinks": options.sinks,
-        }
         if self._tree is None:
-            return cpu.prefill_attention_cpu(q, k, v, **shared)
+            return cpu.prefill_attention_cpu(q, k, v, num_context=num_context, **options._asdict())
+        bias = _tree_bias(self._tree, q.shape[1] // k.shape[1], q.dtype)
         return cpu.tree_attention_cpu(
-            q, k, v, ancestors=self._tree.ancestors, depths=self._tree.depths, **shared
+            q, k, v, num_context=num_context, tree_bias=bias, **options._asdict()
         )
+
+
+@lru_cache(maxsize=32)
+def _tree_bias(tree: TreeTensors, group: int, dtype: torch.dtype) -> cpu.TreeBias:
+    return cpu.TreeBias(tree.ancestors, group=group, dtype=dtype, depths=tree.depths)
 
 
 class TritonAttention:
@@ -121,7 +124,7 @@ class TritonAttention:
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         keys.index_copy_(0, self._slots, k.flatten(0, 1))
         values.index_copy_(0, self._slots, v.flatten(0, 1))
-        out, _lse = self._kernel(
+        out: Tensor = self._kernel(
             q,
             keys,
             values,
@@ -136,7 +139,7 @@ class TritonAttention:
             window=options.window,
             softcap=options.softcap,
             sinks=options.sinks,
-        )
+        )[0]
         return out
 
 

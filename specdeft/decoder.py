@@ -2,12 +2,11 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdeft.attention import KernelChoice
@@ -15,6 +14,7 @@ from specdeft.config import GenerationConfig
 from specdeft.engine import Engine
 from specdeft.generation import Generation
 from specdeft.heads.medusa import MedusaHeads
+from specdeft.identity import IdentityReport, compare
 from specdeft.kv_tree import KVTree
 from specdeft.loading import load_heads, load_target
 from specdeft.model import TargetModel
@@ -22,6 +22,7 @@ from specdeft.prompt import Prompt, encode_prompt
 from specdeft.result import GenerationResult
 from specdeft.text import TextAssembler
 from specdeft.tree_choice import TreeChoice, TreeRequest
+from specdeft.trees.search import ValuedPaths
 from specdeft.trees.token_tree import TokenTree
 
 
@@ -40,6 +41,7 @@ class SpecDecoder:
         heads: MedusaHeads | None = None,
         *,
         tree: TreeRequest = "auto",
+        tree_values: ValuedPaths | None = None,
         kernels: KernelChoice | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -51,6 +53,7 @@ class SpecDecoder:
             heads: draft heads made for this model; None decodes plainly.
             tree: "auto" (the size with the most tokens per second by measured step cost), a
                 number of nodes, a tree's name, a JSON file, or a `TokenTree`.
+            tree_values: the heads' rank paths by value, which "auto" and a number need.
             kernels: which attention kernels; by default those of the model's device.
             clock: seconds; for tests.
 
@@ -63,7 +66,8 @@ class SpecDecoder:
         self.heads = heads
         self._engine = Engine(target, heads, kernels or KernelChoice.for_device(target.device))
         self._clock = clock
-        self._choice = TreeChoice(self._engine, tree, clock)
+        self._tree_values = tree_values
+        self._choice = self._choose(tree)
         self._cache: KVTree | None = None
         self._busy = threading.Lock()
 
@@ -93,7 +97,14 @@ class SpecDecoder:
             ValueError: the model cannot be loaded, or the heads are missing or another model's.
         """
         loaded = load_target(name, dtype=dtype, device=device, **model_arguments)
-        return cls(loaded.model, loaded.tokenizer, load_heads(heads, loaded), tree=tree)
+        found = load_heads(heads, loaded)
+        return cls(
+            loaded.model,
+            loaded.tokenizer,
+            found.heads if found else None,
+            tree=tree,
+            tree_values=found.values if found else None,
+        )
 
     @overload
     def generate(self, prompt: Prompt, **settings: Any) -> GenerationResult: ...
@@ -118,8 +129,10 @@ class SpecDecoder:
                 that was not exhausted or closed).
         """
         if _is_batch(prompt):
-            return [self._exhaust(self.stream(one, **settings)) for one in prompt]
-        return self._exhaust(self.stream(prompt, **settings))  # type: ignore[arg-type]
+            return [
+                self._exhaust(self.stream(one, **settings)) for one in cast(list[Prompt], prompt)
+            ]
+        return self._exhaust(self.stream(cast(Prompt, prompt), **settings))
 
     def stream(
         self,
@@ -141,7 +154,7 @@ class SpecDecoder:
         config = config or _config_from(fields)
         prompt_ids = encode_prompt(self.tokenizer, prompt, raw=raw)
         self._check_length(prompt_ids, config)
-        choice = self._choice if tree is None else TreeChoice(self._engine, tree, self._clock)
+        choice = self._choice if tree is None else self._choose(tree)
         return Stream(self, prompt_ids, config, choice)
 
     def plain(self, prompt: Prompt, **settings: Any) -> GenerationResult:
@@ -153,6 +166,36 @@ class SpecDecoder:
         """Where the target runs."""
         return self._engine.target.device
 
+    def compare(
+        self, speculative: GenerationResult, plain: GenerationResult, config: GenerationConfig
+    ) -> IdentityReport:
+        """Whether two results of one prompt are the same text, and if not, by how much."""
+        return compare(
+            self._engine, speculative.prompt_ids, speculative.token_ids, plain.token_ids, config
+        )
+
+    @property
+    def engine(self) -> Engine:
+        """The decoding steps themselves, for benchmarks."""
+        return self._engine
+
+    @property
+    def dtype_name(self) -> str:
+        """Of the target, for people: "bfloat16"."""
+        return str(self._engine.target.dtype).removeprefix("torch.")
+
+    @property
+    def device_name(self) -> str:
+        """Of the target, for people: the GPU's name or the CPU's thread count."""
+        if self.device.type == "cuda":
+            return torch.cuda.get_device_name(self.device)
+        return f"CPU ({torch.get_num_threads()} threads)"
+
+    @property
+    def expected_tau(self) -> float | None:
+        """Tokens a step expected of the tree in use, where its heads were calibrated."""
+        return self._choice.expected_tau
+
     @property
     def tree(self) -> TokenTree:
         """The token tree in use; "auto" is resolved (and measured if need be) by asking."""
@@ -162,6 +205,9 @@ class SpecDecoder:
     def tree_report(self) -> str:
         """One line that says which tree was chosen and why."""
         return self._choice.report
+
+    def _choose(self, tree: TreeRequest) -> TreeChoice:
+        return TreeChoice(self._engine, tree, self._tree_values, self._clock)
 
     def _exhaust(self, stream: "Stream") -> GenerationResult:
         for _piece in stream:
@@ -234,7 +280,7 @@ class Stream:
         """End early: the cache is released and the decoder is free again."""
         self._pieces.close()
 
-    def _run(self) -> Iterator[str]:  # a generator, so that close() reaches its finally
+    def _run(self) -> Generator[str, None, None]:
         decoder = self._decoder
         if not decoder._busy.acquire(blocking=False):
             raise RuntimeError(
@@ -281,5 +327,3 @@ def _config_from(fields: dict[str, Any]) -> GenerationConfig:
     if isinstance(fields.get("stop"), list):
         fields["stop"] = tuple(fields["stop"])
     return GenerationConfig(**fields)
-
-

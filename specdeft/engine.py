@@ -69,7 +69,7 @@ class Engine:
                 raise ValueError(
                     "this decoder has no draft heads: give heads=... or use the tree of 1 node"
                 )
-            tree.validate_for(self.heads.config.num_heads, self.heads.draft_vocab_size)
+            tree.validate_for(self.heads.config.num_heads, self.heads.config.num_logits)
         return TreeTensors.build(tree, self.target.device)
 
     @torch.inference_mode()

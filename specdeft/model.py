@@ -88,7 +88,7 @@ class TargetModel:
         self.embedding: nn.Module = model.get_input_embeddings()
         self.shape = _kv_shape(self.config)
         self.num_query_heads: int = self.config.num_attention_heads
-        self.vocab_size: int = int(self.output_layer.weight.shape[0])  # type: ignore[union-attr,arg-type]
+        self.vocab_size: int = int(self.output_layer.weight.shape[0])
         self.hidden_size: int = int(self.config.hidden_size)
         self.max_context: int = int(getattr(self.config, "max_position_embeddings", 0) or 2**31 - 1)
         self._keeps_logits = "logits_to_keep" in inspect.signature(type(model).forward).parameters
@@ -101,7 +101,8 @@ class TargetModel:
     @property
     def dtype(self) -> torch.dtype:
         """Of the hidden states and the cache."""
-        return self.model.dtype
+        dtype: torch.dtype = self.model.dtype
+        return dtype
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, attention: LayerAttention, *, last_only: bool

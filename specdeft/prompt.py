@@ -30,17 +30,21 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, *, raw: bo
         ids = [int(token) for token in prompt.reshape(-1).tolist()]
     elif isinstance(prompt, str):
         ids = _encode_text(tokenizer, prompt, raw=raw)
-    elif all(isinstance(item, Mapping) for item in prompt):
-        ids = _encode_chat(tokenizer, [dict(item) for item in prompt])  # type: ignore[call-overload]
-    elif all(isinstance(item, int) for item in prompt):
-        ids = [int(token) for token in prompt]  # type: ignore[call-overload]
     else:
-        raise ValueError(
-            "a prompt must be text, a list of messages, or token ids: got a list of mixed items"
-        )
+        ids = _encode_items(tokenizer, list(prompt))
     if not ids:
         raise ValueError("the prompt is empty: give at least one character or token")
     return ids
+
+
+def _encode_items(tokenizer: PreTrainedTokenizerBase, items: list[Any]) -> list[int]:
+    if all(isinstance(item, Mapping) for item in items):
+        return _encode_chat(tokenizer, [dict(item) for item in items])
+    if all(isinstance(item, int) for item in items):
+        return [int(item) for item in items]
+    raise ValueError(
+        "a prompt must be text, a list of messages, or token ids: got a list of mixed items"
+    )
 
 
 def _encode_text(tokenizer: PreTrainedTokenizerBase, text: str, *, raw: bool) -> list[int]:

@@ -8,7 +8,7 @@ from torch import Tensor
 from specdeft.trees.token_tree import TokenTree
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # compared and cached by identity: tensors have no truth value
 class TreeTensors:
     """Static tensors of one token tree of N nodes and depth E - 1.
 

@@ -1,0 +1,51 @@
+"""The command line: `specdeft COMMAND`. Commands are imported when they are run, not before."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+
+import specdeft
+
+_COMMANDS = {
+    "generate": ("specdeft.generate_command", "continue a prompt, streamed; --compare checks it"),
+    "train": ("specdeft.heads.train", "train draft heads for a model from its own text"),
+    "bench": ("specdeft.bench.cli", "measure acceptance, identity and speed"),
+}
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Returns:
+        0, or 2 for bad input (one sentence on standard error), 130 for Ctrl-C.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(
+        prog="specdeft",
+        description="Your model's tokens sooner, unchanged: speculative decoding with token trees.",
+        epilog="specdeft COMMAND --help explains a command. Start with: "
+        'specdeft generate --compare "Why is the sky blue?"',
+    )
+    parser.add_argument("--version", action="version", version=f"specdeft {specdeft.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (_module, summary) in _COMMANDS.items():
+        commands.add_parser(name, help=summary, add_help=False)
+    known, _rest = parser.parse_known_args(arguments[:1])
+    module, _summary = _COMMANDS[known.command]
+    run: Callable[[Sequence[str]], int | None] = import_module(module).main
+    try:
+        return run(arguments[1:]) or 0
+    except KeyboardInterrupt:
+        print("\nspecdeft: interrupted", file=sys.stderr)  # noqa: T201
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader (head, less) went away: not an error, and nothing more can be printed.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, OSError) as error:
+        print(f"specdeft: {error}", file=sys.stderr)  # noqa: T201
+        return EXIT_BAD_INPUT

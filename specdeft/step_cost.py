@@ -1,0 +1,120 @@
+"""C(n): what a whole step costs on this device with a tree of n nodes, measured.
+
+Draft, forward, acceptance and commit are timed together, as they run in a generation. Rounds over all
+sizes are interleaved so that a slow moment of a shared machine falls on all of them.
+"""
+
+import hashlib
+import json
+import platform
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import transformers
+
+import specdeft
+from specdeft.config import GenerationConfig
+from specdeft.engine import Engine
+from specdeft.trees.token_tree import TokenTree
+from specdeft.trees.tree_file import write_atomically
+from specdeft.user_cache import cache_root
+
+NUM_ROUNDS = 5
+NUM_CONTEXT_TOKENS = 256
+
+
+def measure_step_ms(
+    engine: Engine, trees: Mapping[int, TokenTree], clock: Callable[[], float]
+) -> dict[int, float]:
+    """Median milliseconds of a greedy step by tree size, made non-decreasing.
+
+    Args:
+        engine: whose steps are timed.
+        trees: by number of nodes.
+        clock: seconds.
+    """
+    num_context = min(NUM_CONTEXT_TOKENS, engine.target.max_context // 2)
+    cache = engine.new_cache(num_context + max(trees))
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(engine.target.vocab_size, (num_context,), generator=generator)
+    config = GenerationConfig()
+    sequence = cache.open()
+    start = engine.prefill(cache, sequence, prompt.to(engine.target.device), config)
+    tensors = {size: engine.load_tree(tree) for size, tree in trees.items()}
+    times_ms: dict[int, list[float]] = {size: [] for size in trees}
+    for round_index in range(NUM_ROUNDS + 1):
+        for size, tree in tensors.items():
+            began = clock()
+            engine.step(cache, sequence, start, tree, config)
+            elapsed_ms = (clock() - began) * 1e3
+            cache.truncate(sequence, num_context)
+            if round_index:  # the first round warms up
+                times_ms[size].append(elapsed_ms)
+    sizes = sorted(times_ms)
+    medians = [statistics.median(times_ms[size]) for size in sizes]
+    return dict(zip(sizes, isotonic(medians), strict=True))
+
+
+def isotonic(values: Sequence[float]) -> list[float]:
+    """The closest non-decreasing sequence in least squares (pool adjacent violators)."""
+    blocks: list[tuple[float, int]] = []
+    for value in values:
+        mean, count = value, 1
+        while blocks and blocks[-1][0] > mean:
+            previous, weight = blocks.pop()
+            mean = (mean * count + previous * weight) / (count + weight)
+            count += weight
+        blocks.append((mean, count))
+    return [mean for mean, count in blocks for _ in range(count)]
+
+
+def cached_step_ms(
+    engine: Engine, trees: Mapping[int, TokenTree], clock: Callable[[], float]
+) -> dict[int, float]:
+    """`measure_step_ms`, remembered for this model, heads, device and versions.
+
+    A file that cannot be read is measured again and replaced; one that cannot be written is not
+    kept: the times are a help, not a result.
+    """
+    key = _key(engine, trees)
+    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+    path = cache_root() / "step_cost" / f"{digest}.json"
+    known = _read(path)
+    if known is not None:
+        return known
+    step_ms = measure_step_ms(engine, trees, clock)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps({"key": key, "step_ms": step_ms}, indent=1) + "\n")
+    except OSError:
+        pass
+    return step_ms
+
+
+def _read(path: Path) -> dict[int, float] | None:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return {int(size): float(step_ms) for size, step_ms in content["step_ms"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _key(engine: Engine, trees: Mapping[int, TokenTree]) -> dict[str, str | int]:
+    """Everything a step's time depends on that can change between two runs."""
+    target, device = engine.target, engine.target.device
+    cuda = device.type == "cuda"
+    heads = engine.heads
+    return {
+        "model": target.config.to_json_string(use_diff=False),
+        "heads": repr(heads.config) if heads else "",
+        "trees": ",".join(tree.content_hash for tree in trees.values()),
+        "device": torch.cuda.get_device_name(device) if cuda else platform.processor(),
+        "host": platform.node(),
+        "dtype": str(target.dtype),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "specdeft": specdeft.__version__,
+    }
