@@ -158,7 +158,7 @@ class SpecDecoder:
         return Stream(self, prompt_ids, config, choice)
 
     def plain(self, prompt: Prompt, **settings: Any) -> GenerationResult:
-        """`generate` with the one-node tree: the same engine decoding plainly, the honest baseline."""
+        """`generate` with the one-node tree: plain decoding by the same engine, the baseline."""
         return self._exhaust(self.stream(prompt, **{**settings, "tree": TokenTree.chain(0)}))
 
     @property
@@ -231,8 +231,8 @@ class SpecDecoder:
             )
         if len(prompt_ids) + config.max_new_tokens > limit:
             raise ValueError(
-                f"{len(prompt_ids)} prompt tokens and max_new_tokens={config.max_new_tokens} exceed "
-                f"the model's context of {limit}: ask for at most {limit - len(prompt_ids)}"
+                f"{len(prompt_ids)} prompt tokens and max_new_tokens={config.max_new_tokens} "
+                f"exceed the model's context of {limit}: ask for at most {limit - len(prompt_ids)}"
             )
 
     def _cache_for(self, num_tokens: int) -> KVTree:

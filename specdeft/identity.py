@@ -1,8 +1,8 @@
 """Is the speculative text the plain text? Exact in float32; in 16 bits, explained token by token.
 
 A forward over N rows and one over a single row round differently in 16 bits, so two tokens whose
-logits lie within the last bits can swap. Nothing is hidden: the first difference is located, and the
-whole text is read again by the target (teacher-forced) to say how far each token lies from the
+logits lie within the last bits can swap. Nothing is hidden: the first difference is located, and
+the whole text is read again by the target (teacher-forced) to say how far each token lies from the
 target's own choice there, in units of the last place (ulp) of the dtype.
 """
 
@@ -58,8 +58,8 @@ class IdentityReport:
         if self.identical:
             return "identical to plain decoding: yes, token for token"
         return (
-            f"identical to plain decoding: no, from token {self.first_difference} on; read again by "
-            f"the target, {self.num_exact} of {self.num_tokens} tokens are its own choice and "
+            f"identical to plain decoding: no, from token {self.first_difference} on; read again "
+            f"by the target, {self.num_exact} of {self.num_tokens} tokens are its own choice and "
             f"{self.num_near_ties} within {NEAR_TIE_ULP:g} ulp of {self.dtype} of it "
             f"(worst {self.worst_ulp:.1f} ulp)"
         )

@@ -41,7 +41,8 @@ class KVTree:
     """Pages of keys and values and the sequences that own them.
 
     Attributes:
-        keys, values: [L, num_pages * page_size, Hkv, D], the pools; slot = page * page_size + offset.
+        keys, values: [L, num_pages * page_size, Hkv, D], the pools; a position's slot is
+            page * page_size + offset.
         page_size: tokens per page.
     """
 
@@ -163,7 +164,7 @@ class KVTree:
     # -- what the kernels read -----------------------------------------------------------------
 
     def page_table(self, sequences: list[int]) -> Tensor:
-        """int32 [B, P] page numbers, rows padded with their own last page (lengths bound the use)."""
+        """int32 [B, P] page numbers; short rows repeat their last page (lengths bound the use)."""
         rows = [self._sequences[sequence].pages for sequence in sequences]
         width = max((len(row) for row in rows), default=0)
         padded = [row + (row[-1:] or [0]) * (width - len(row)) for row in rows]
@@ -184,7 +185,7 @@ class KVTree:
         """
         if stop > self.page_size:
             raise ValueError(
-                f"{stop} tokens span several pages of {self.page_size}: read them through page_table"
+                f"{stop} tokens span several pages of {self.page_size}: read them by page_table"
             )
         start = self._sequences[sequence].pages[0] * self.page_size
         return slice(start, start + stop)

@@ -1,7 +1,7 @@
 """C(n): what a whole step costs on this device with a tree of n nodes, measured.
 
-Draft, forward, acceptance and commit are timed together, as they run in a generation. Rounds over all
-sizes are interleaved so that a slow moment of a shared machine falls on all of them.
+Draft, forward, acceptance and commit are timed together, as they run in a generation. Rounds over
+all sizes are interleaved so that a slow moment of a shared machine falls on all of them.
 """
 
 import hashlib

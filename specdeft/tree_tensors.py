@@ -1,4 +1,4 @@
-"""A token tree as tensors on the device of the target: what draft, attention and acceptance read."""
+"""A token tree as tensors on the target's device: what draft, attention and acceptance read."""
 
 from dataclasses import dataclass
 

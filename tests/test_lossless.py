@@ -1,7 +1,7 @@
 """The theorem of the project: speculative decoding equals plain decoding, token for token (fp32).
 
-Over families x trees x scripted acceptance x prompts around the sliding window x temperatures. Plain
-decoding in turn equals transformers' own greedy generate.
+Over families x trees x scripted acceptance x prompts around the sliding window x temperatures.
+Plain decoding in turn equals transformers' own greedy generate.
 """
 
 from itertools import product

@@ -1,4 +1,4 @@
-"""Small random models of the supported families, a tokenizer of bytes, and heads that follow a script."""
+"""Small random models of the supported families, a byte tokenizer, heads that follow a script."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
