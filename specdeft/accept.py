@@ -2,7 +2,7 @@
 
 The target's token after every node is known (greedy or drawn, ``sampling.choose_tokens``). A node
 is accepted when it holds the token the target chose after its parent and its parent is accepted;
-the root always is. Every emitted token is therefore the target's own, for every tree and temperature.
+the root always is. So every emitted token is the target's own, for every tree and temperature.
 """
 
 from typing import NamedTuple

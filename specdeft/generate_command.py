@@ -150,10 +150,12 @@ def _compare(
 
 def _describe(stats: Any, expected_tau: float | None) -> str:
     expected = f" ({expected_tau:.2f} expected)" if expected_tau else ""
+    seconds = stats.prefill_s + stats.decode_s
     return (
-        f"{stats.num_new_tokens} tokens in {stats.prefill_s + stats.decode_s:.2f} s: "
+        f"{stats.num_new_tokens} tokens in {seconds:.2f} s: "
         f"tau {stats.tau:.2f} tokens a step{expected}, "
-        f"acceptance length {stats.acceptance_length:.2f}, {stats.tokens_per_second:.1f} tokens/s, first token after {stats.prefill_s:.2f} s"
+        f"acceptance length {stats.acceptance_length:.2f}, "
+        f"{stats.tokens_per_second:.1f} tokens/s, first token after {stats.prefill_s:.2f} s"
     )
 
 
