@@ -201,8 +201,10 @@ def _usable(root: Path, needed_bytes: int) -> Iterator[None]:
         # safetensors reports a full disk as an error of its own, with the system's words in it.
         text = str(error)
         if getattr(error, "errno", None) == errno.ENOSPC or os.strerror(errno.ENOSPC) in text:
-            free_bytes = shutil.disk_usage(root).free
-            raise CacheError(_no_space(root, needed_bytes, free_bytes)) from error
+            state = _no_space(root, needed_bytes, shutil.disk_usage(root).free)
+            raise CacheError(
+                f"the disk filled up, and what was written is removed: {state}"
+            ) from error
         if isinstance(error, OSError) and error.errno in _NOT_WRITABLE:
             raise CacheError(
                 f"the cache directory {root} cannot be written ({error.strerror}): "
