@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast, overload
 
@@ -69,7 +70,8 @@ class SpecDecoder:
         self._tree_values = tree_values
         self._choice = self._choose(tree)
         self._cache: KVTree | None = None
-        self._busy = threading.Lock()
+        self._lock = threading.Lock()
+        self._running: tuple[Stream, int] | None = None  # and the thread that started it
 
     @classmethod
     def from_pretrained(
@@ -125,8 +127,7 @@ class SpecDecoder:
 
         Raises:
             ValueError: bad input; nothing was computed.
-            RuntimeError: this decoder is generating already (in another thread, or in a stream
-                that was not exhausted or closed).
+            RuntimeError: this decoder is generating in another thread.
         """
         if _is_batch(prompt):
             return [
@@ -153,9 +154,10 @@ class SpecDecoder:
             )
         config = config or _config_from(fields)
         prompt_ids = encode_prompt(self.tokenizer, prompt, raw=raw)
-        self._check_length(prompt_ids, config)
+        self._check_ids(prompt_ids)
+        budget = config.token_budget(len(prompt_ids), self._engine.target.max_context)
         choice = self._choice if tree is None else self._choose(tree)
-        return Stream(self, prompt_ids, config, choice)
+        return Stream(self, prompt_ids, budget, config, choice)
 
     def plain(self, prompt: Prompt, **settings: Any) -> GenerationResult:
         """`generate` with the one-node tree: plain decoding by the same engine, the baseline."""
@@ -215,24 +217,34 @@ class SpecDecoder:
         assert stream.result is not None
         return stream.result
 
-    def _check_length(self, prompt_ids: Sequence[int], config: GenerationConfig) -> None:
-        limit = self._engine.target.max_context
+    @contextmanager
+    def _exclusive(self, stream: "Stream") -> Iterator[None]:
+        """One generation at a time: the cache is one. Refuses another thread, never mixes."""
+        thread = threading.get_ident()
+        with self._lock:
+            running = self._running
+            if running is not None and running[1] != thread:
+                raise RuntimeError(
+                    "this decoder is generating in another thread: wait for it, or use one "
+                    "decoder per thread"
+                )
+            self._running = (stream, thread)
+        if running is not None:
+            running[0].supersede()
+        try:
+            yield
+        finally:
+            with self._lock:
+                if self._running is not None and self._running[0] is stream:
+                    self._running = None
+
+    def _check_ids(self, prompt_ids: Sequence[int]) -> None:
         vocab_size = self._engine.target.vocab_size
         wrong = next((token for token in prompt_ids if not 0 <= token < vocab_size), None)
         if wrong is not None:
             raise ValueError(
                 f"token id {wrong} is not in the vocabulary of {vocab_size}: was the prompt "
                 "encoded by another model's tokenizer?"
-            )
-        if len(prompt_ids) >= limit:
-            raise ValueError(
-                f"the prompt has {len(prompt_ids)} tokens and the model's context holds {limit}: "
-                "shorten it to leave room for new tokens"
-            )
-        if len(prompt_ids) + config.max_new_tokens > limit:
-            raise ValueError(
-                f"{len(prompt_ids)} prompt tokens and max_new_tokens={config.max_new_tokens} "
-                f"exceed the model's context of {limit}: ask for at most {limit - len(prompt_ids)}"
             )
 
     def _cache_for(self, num_tokens: int) -> KVTree:
@@ -252,20 +264,27 @@ class SpecDecoder:
 
 
 class Stream:
-    """The pieces of one generation; holds its decoder until exhausted or closed."""
+    """The pieces of one generation; holds its decoder until exhausted, closed or superseded.
+
+    A stream that was left half-way (an error in its consumer, Ctrl-C) need not be closed: the next
+    generation started by the same thread ends it. Another thread is refused meanwhile.
+    """
 
     def __init__(
         self,
         decoder: SpecDecoder,
         prompt_ids: list[int],
+        budget: int,
         config: GenerationConfig,
         choice: TreeChoice,
     ) -> None:
         self._decoder = decoder
         self._prompt_ids = prompt_ids
+        self._budget = budget
         self._config = config
         self._choice = choice
         self._generation: Generation | None = None
+        self._superseded = False
         self._pieces = self._run()
 
     @property
@@ -274,33 +293,39 @@ class Stream:
         return self._generation.result if self._generation else None
 
     def __iter__(self) -> Iterator[str]:
-        return self._pieces
+        return self
+
+    def __next__(self) -> str:
+        if self._superseded:
+            raise RuntimeError(
+                "this stream was ended by a later generation of its decoder: finish one stream "
+                "before the next, or use two decoders"
+            )
+        return next(self._pieces)
 
     def close(self) -> None:
         """End early: the cache is released and the decoder is free again."""
         self._pieces.close()
 
+    def supersede(self) -> None:
+        """Close, and refuse to go on."""
+        self._superseded = True
+        self.close()
+
     def _run(self) -> Generator[str, None, None]:
-        decoder = self._decoder
-        if not decoder._busy.acquire(blocking=False):
-            raise RuntimeError(
-                "this decoder is generating already: exhaust or close its stream first, or use one "
-                "decoder per thread"
-            )
-        try:
+        with self._decoder._exclusive(self):
             self._generation = self._start()
             yield from self._generation
-        finally:
-            decoder._busy.release()
 
     def _start(self) -> Generation:
         decoder = self._decoder
         num_nodes = self._choice.tree.num_nodes
-        capacity = len(self._prompt_ids) + self._config.max_new_tokens + num_nodes
+        capacity = len(self._prompt_ids) + self._budget + num_nodes
         return Generation(
             decoder._engine,
             decoder._cache_for(capacity),
             self._prompt_ids,
+            self._budget,
             self._config,
             trees=self._choice.for_budget,
             eos_ids=decoder._eos_ids(),

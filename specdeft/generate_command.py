@@ -31,7 +31,9 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--model", default=_DEFAULT_MODEL, help="name, Hugging Face id or folder")
     options.add_argument("--heads", default="auto", help="folder of draft heads, auto, or none")
     options.add_argument("--raw", action="store_true", help="do not use the chat template")
-    options.add_argument("--max-new-tokens", type=int, default=defaults.max_new_tokens, metavar="N")
+    options.add_argument(
+        "--max-new-tokens", type=int, metavar="N", help="default: 256, or what fits"
+    )
     options.add_argument(
         "--temperature", type=float, default=defaults.temperature, help="0 is greedy"
     )

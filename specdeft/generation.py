@@ -28,6 +28,7 @@ class Generation:
         engine: Engine,
         cache: KVTree,
         prompt_ids: list[int],
+        budget: int,
         config: GenerationConfig,
         *,
         trees: Callable[[int], TreeTensors],
@@ -39,6 +40,7 @@ class Generation:
         self._engine = engine
         self._cache = cache
         self._prompt_ids = prompt_ids
+        self._budget = budget
         self._config = config
         self._trees = trees
         self._eos_ids = frozenset() if config.ignore_eos else eos_ids
@@ -64,7 +66,7 @@ class Generation:
         started = self._clock()
         yield from self._show()
         while reason is None:
-            tree = self._trees(config.max_new_tokens - len(self._text.token_ids))
+            tree = self._trees(self._budget - len(self._text.token_ids))
             self._num_nodes = max(self._num_nodes, tree.num_nodes)
             acceptance, position = engine.step(cache, sequence, position, tree, config)
             emitted = acceptance.emitted[0, : 1 + int(acceptance.num_accepted)].tolist()
@@ -91,7 +93,7 @@ class Generation:
                 reason = "stop"
             elif token in self._eos_ids:
                 reason = "eos"
-            elif len(self._text.token_ids) >= self._config.max_new_tokens:
+            elif len(self._text.token_ids) >= self._budget:
                 reason = "length"
             if reason:
                 break
