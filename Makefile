@@ -50,6 +50,7 @@ types: .venv/dev.stamp
 	@$(BIN)/mypy tests
 
 venv: .venv/dev.stamp
+	$(SAY) ".venv is ready; to work in it: . .venv/bin/activate"
 
 .venv/base.stamp:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
