@@ -46,6 +46,7 @@ CLOCKS = {
     "specdeft.decoder": "result.stats says what the user waited; the clock is an argument",
     "specdeft.step_cost": "the tree is chosen by the measured cost of a step",
     "specdeft.heads.trainer": "the training record states its duration",
+    "specdeft.heads.default_heads": "the training record states the duration of each stage",
     "specdeft.heads.self_generate": "progress of a run of many minutes",
 }
 
