@@ -18,6 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specdeft.trees.token_tree import TokenTree
+
 
 class PathTable(NamedTuple):
     """Every query's own tokens, for methods that work per path.
@@ -100,6 +102,31 @@ class KVForest:
             torch.cat(flat) if flat else torch.zeros(0, dtype=torch.int32),
             torch.tensor([number[node] for node in query_nodes]).long(),
         )
+
+    @classmethod
+    def with_token_trees(
+        cls,
+        parents: Sequence[int],
+        slots: Sequence[Sequence[int]],
+        leaves: Sequence[int],
+        tree: TokenTree,
+        tree_slots: Sequence[Sequence[int]],
+    ) -> KVForest:
+        """Cached nodes as for `from_nodes`, and below each leaf the tokens of one token tree.
+
+        leaves: B nodes in which the sequences end. tree_slots: B sequences of N slots, tree node by
+        tree node. Query row b * N + i is tree node i of sequence b.
+        """
+        if len(leaves) != len(tree_slots) or any(len(s) != tree.num_nodes for s in tree_slots):
+            raise ValueError(
+                f"tree_slots must hold {tree.num_nodes} slots for each of {len(leaves)} leaves"
+            )
+        all_parents, all_slots = list(parents), list(slots)
+        for leaf, node_slots in zip(leaves, tree_slots, strict=True):
+            root = len(all_parents)
+            all_parents += [leaf, *(root + parent for parent in tree.parents[1:])]
+            all_slots += [(slot,) for slot in node_slots]
+        return cls.from_nodes(all_parents, all_slots, range(len(parents), len(all_parents)))
 
     # ---- sizes
 

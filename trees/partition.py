@@ -48,9 +48,9 @@ def build_plan(
     num_rows = items.query_end - items.query_begin
     partial_ends = num_rows.cumsum(0)
     columns = [
-        segments.begin[items.first],
+        segments.begin.take(items.first),
         shared_ends,
-        segments.end[items.last],
+        segments.end.take(items.last),
         items.query_begin,
         items.query_end,
         items.tile,
@@ -95,19 +95,20 @@ def balanced_chunk_tokens(
     num_programs: int,
     block_tokens: int,
 ) -> int:
-    """Chunk size at which a Flatten plan fills `num_programs` programs once.
+    """Chunk size at which a Flatten plan fills `num_programs` programs once, with no small rest.
 
     num_programs: kernel programs that run at the same time (SMs x programs per SM). block_tokens:
-    tokens of a kernel's inner step; the result is a multiple of it. Every token counts once for
-    each query tile that sees it, times the KV heads.
+    tokens of a kernel's inner step; the result is a multiple of it. A chunk makes an item for each
+    tile that sees it; their mean number over all tokens says how many chunks fill the programs.
     """
     tile_begins = query_tiles(forest, tile_queries)
     first = torch.bucketize(forest.query_begins, tile_begins[1:], right=True)
     past = torch.bucketize(forest.query_ends, tile_begins[:-1])
     tiles = torch.where(forest.query_ends > forest.query_begins, past - first, 0)
-    tile_tokens = int((forest.num_tokens * tiles).sum())
-    programs_per_head = max(num_programs // num_kv_heads, 1)
-    num_blocks = -(-tile_tokens // (programs_per_head * block_tokens))
+    tile_tokens = max(int((forest.num_tokens * tiles).sum()), 1)
+    items_per_head = max(num_programs // num_kv_heads, 1)
+    num_chunks = max(items_per_head * forest.total_tokens // tile_tokens, 1)
+    num_blocks = -(-forest.total_tokens // (num_chunks * block_tokens))
     return max(num_blocks, 1) * block_tokens
 
 
@@ -149,8 +150,10 @@ def _segments(forest: KVForest, cuts: Tensor) -> _Segments:
     begin = torch.cat([node_begins, cuts]).unique()
     end = torch.cat([begin[1:], forest.token_ends[-1:]]) if len(begin) else begin
     node = torch.bucketize(begin, forest.token_ends, right=True)
-    chunk_begin = cuts[torch.bucketize(begin, cuts, right=True) - 1]
-    return _Segments(begin, end, chunk_begin, forest.query_begins[node], forest.query_ends[node])
+    chunk_begin = cuts.take(torch.bucketize(begin, cuts, right=True) - 1)
+    return _Segments(
+        begin, end, chunk_begin, forest.query_begins.take(node), forest.query_ends.take(node)
+    )
 
 
 class _Items(NamedTuple):
@@ -172,44 +175,52 @@ class _Items(NamedTuple):
 
 
 def _items(segments: _Segments, tile_begins: Tensor) -> _Items:
-    """Runs of segments that a tile sees: an item for each chunk, tile and run.
-
-    Worked out on the table of tiles by segments, where a run is a stretch of a row.
-    """
-    lows, highs = tile_begins[:-1].unsqueeze(1), tile_begins[1:].unsqueeze(1)
-    low = torch.maximum(segments.query_begin, lows)
-    high = torch.minimum(segments.query_end, highs)
-    sees = low < high
-    starts = sees & ~_continues(segments, sees)
-    tile, first = starts.nonzero().unbind(1)
-    run = starts.flatten().cumsum(0)[sees.flatten()] - 1
-    segment = sees.nonzero()[:, 1]
-    num_items = len(first)
-    last = _reduced(segment, run, num_items, "amax")
-    query_begin = low[tile, first]
-    query_end = _reduced(high[sees], run, num_items, "amax")
-    covers = (low[sees] == query_begin[run]) & (high[sees] == query_end[run])
-    num_covering = torch.zeros(num_items, dtype=torch.int64).index_add_(0, run, covers.long())
+    """Runs of segments that a tile sees: an item for each chunk, tile and run."""
+    segment, tile = _pairs(segments, tile_begins)
+    low = torch.maximum(segments.query_begin.take(segment), tile_begins.take(tile))
+    high = torch.minimum(segments.query_end.take(segment), tile_begins.take(tile + 1))
+    starts = ~_continues(segments, segment, tile)
+    start = starts.nonzero().squeeze(1)
+    run = starts.cumsum(0) - 1
+    num_items = len(start)
+    first, item_tile, query_begin = segment.take(start), tile.take(start), low.take(start)
+    last = segment.take(torch.cat([start, start.new_tensor([len(segment)])])[1:] - 1)
+    query_end = high.new_zeros(num_items).scatter_reduce_(0, run, high, "amax")
+    covers = (low == query_begin.take(run)) & (high == query_end.take(run))
+    num_covering = run.new_zeros(num_items).index_add_(0, run, covers.long())
+    # So far tile by tile; neighbours in the plan are items that read the same tokens.
     order = first.argsort(stable=True)
     tile_items = torch.empty_like(order)
     tile_items[order] = torch.arange(num_items)
+    per_tile = item_tile.bincount(minlength=len(tile_begins) - 1)
     return _Items(
-        tile[order],
-        first[order],
-        last[order],
-        query_begin[order],
-        query_end[order],
-        (num_covering == last - first + 1)[order],
+        item_tile.take(order),
+        first.take(order),
+        last.take(order),
+        query_begin.take(order),
+        query_end.take(order),
+        (num_covering == last - first + 1).take(order),
         tile_items,
-        torch.cat([tile_begins.new_zeros(1), starts.sum(1).cumsum(0)]),
+        torch.cat([per_tile.new_zeros(1), per_tile.cumsum(0)]),
     )
 
 
-def _continues(segments: _Segments, sees: Tensor) -> Tensor:
-    """bool [T, G]: the last segment seen before is in the same chunk and near enough to go on."""
-    seen_ends = torch.where(sees, segments.end, 0).cummax(1).values
-    seen_before = torch.cat([seen_ends.new_zeros(len(seen_ends), 1), seen_ends[:, :-1]], dim=1)
-    return seen_before > torch.maximum(segments.chunk_begin, segments.begin - MAX_GAP_TOKENS)
+def _pairs(segments: _Segments, tile_begins: Tensor) -> tuple[Tensor, Tensor]:
+    """Segment and tile of each pair that have queries in common, sorted by tile, then segment."""
+    first = torch.bucketize(segments.query_begin, tile_begins[1:], right=True)
+    past = torch.bucketize(segments.query_end, tile_begins[:-1])
+    seen = segments.query_end > segments.query_begin
+    segment, offset = _spread(torch.where(seen, past - first, 0))
+    tile, order = (first.take(segment) + offset).sort(stable=True)
+    return segment.take(order), tile
+
+
+def _continues(segments: _Segments, segment: Tensor, tile: Tensor) -> Tensor:
+    """bool, one a pair: it goes on with the pair before: same tile, same chunk, no wide gap."""
+    nearest = torch.maximum(segments.chunk_begin, segments.begin - MAX_GAP_TOKENS)
+    near = segments.end.take(segment[:-1]) > nearest.take(segment[1:])
+    inner = (tile[1:] == tile[:-1]) & near
+    return torch.cat([inner.new_zeros(min(len(segment), 1)), inner])
 
 
 def _masks(segments: _Segments, items: _Items, width: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -218,29 +229,38 @@ def _masks(segments: _Segments, items: _Items, width: int) -> tuple[Tensor, Tens
     Queries that see a segment are a range, so a word is a difference of two low masks, computed
     once a segment and repeated for its tokens.
     """
+    kv_ends = segments.end.take(items.last)
     masked = (~items.fully_shared).nonzero().squeeze(1)
-    which, offset = _spread(items.last[masked] - items.first[masked] + 1)
-    item = masked[which]
-    segment = items.first[item] + offset
-    num_queries = items.query_end[item] - items.query_begin[item]
-    zero = torch.zeros((), dtype=torch.int64)
-    low = (segments.query_begin[segment] - items.query_begin[item]).clamp(zero, num_queries)
-    high = (segments.query_end[segment] - items.query_begin[item]).clamp(zero, num_queries)
+    which, offset = _spread((items.last - items.first).take(masked) + 1)
+    item = masked.take(which)
+    segment = items.first.take(item) + offset
+    first_query = items.query_begin.take(item)
+    num_queries = items.query_end.take(item) - first_query
+    low = (segments.query_begin.take(segment) - first_query).clamp(min=0)
+    high = torch.minimum(segments.query_end.take(segment) - first_query, num_queries)
 
-    partly = (high - low) < num_queries
-    kv_ends = segments.end[items.last]
-    shared_ends = kv_ends.clone()
-    shared_ends.scatter_reduce_(0, item[partly], segments.begin[segment[partly]], "amin")
+    begin = segments.begin.take(segment)
+    partly = ((low > 0) | (high < num_queries)).nonzero().squeeze(1)
+    shared_ends = kv_ends.scatter_reduce(0, item.take(partly), begin.take(partly), "amin")
     num_masked = kv_ends - shared_ends
-    row_ends = num_masked.cumsum(0)
-    mask_rows = torch.where(num_masked > 0, row_ends - num_masked, 0)
+    mask_rows = torch.where(num_masked > 0, num_masked.cumsum(0) - num_masked, 0)
 
-    behind = segments.begin[segment] >= shared_ends[item]
-    low, high, segment = low[behind].unsqueeze(1), high[behind].unsqueeze(1), segment[behind]
+    behind = (begin >= shared_ends.take(item)).nonzero().squeeze(1)
     word = torch.arange(width) * WORD_BITS
-    words = _low_bits(high - word) & ~_low_bits(low - word)
-    lengths = segments.end[segment] - segments.begin[segment]
-    return shared_ends, mask_rows, words.repeat_interleave(lengths, dim=0)
+    words = _low_bits(high.take(behind).unsqueeze(1) - word)
+    words &= ~_low_bits(low.take(behind).unsqueeze(1) - word)
+    lengths = (segments.end.take(segment) - begin).take(behind)
+    return shared_ends, mask_rows, _repeat_rows(words, lengths, int(num_masked.sum()))
+
+
+def _repeat_rows(rows: Tensor, times: Tensor, total: int) -> Tensor:
+    """Row r of [n, W] repeated times[r] times: [total, W]."""
+    # Column by column: single numbers are gathered four times faster than rows.
+    row = torch.repeat_interleave(times.to(torch.int32), output_size=total)
+    out = torch.empty(total, rows.shape[1], dtype=rows.dtype)
+    for source, target in zip(rows.unbind(1), out.unbind(1), strict=True):
+        torch.index_select(source, 0, row, out=target)
+    return out
 
 
 def _low_bits(count: Tensor) -> Tensor:
@@ -254,10 +274,4 @@ def _spread(counts: Tensor) -> tuple[Tensor, Tensor]:
     """Owner and running number of each of counts[0] + counts[1] + .. things, owner by owner."""
     ends = counts.cumsum(0)
     owner = torch.repeat_interleave(counts)
-    return owner, torch.arange(len(owner)) - (ends - counts)[owner]
-
-
-def _reduced(values: Tensor, group: Tensor, num_groups: int, how: str) -> Tensor:
-    """Smallest ("amin") or largest ("amax") value of each group; no group is empty."""
-    out = torch.empty(num_groups, dtype=values.dtype)
-    return out.scatter_reduce_(0, group, values, how, include_self=False)
+    return owner, torch.arange(len(owner)) - (ends - counts).take(owner)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -38,8 +39,6 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 
 
 def test_the_data_file_holds_the_same_trees() -> None:
-    import json
-
     source = Path(__file__).parents[3] / "shared/data/deft_trees/token_trees.json"
     if not source.exists():
         pytest.skip("the shared data folder is not beside this checkout")
