@@ -1,0 +1,126 @@
+"""The loss of the heads: weighted cross entropies whose logits never exist as a whole.
+
+    loss = sum over heads k of  decay^k * mean over known labels of CE_k
+
+Hard: CE against the token that came. Soft: CE against the target's own distribution at that
+position. When the output layer is frozen (shared or reduced), only the gradient of the states is
+needed: it is (softmax - target) W, computed chunk by chunk in the forward itself and scaled in the
+backward. K x M x V logits would take tens of GB; a chunk takes a fixed amount.
+
+Shapes: K heads, M rows, H hidden size, V rows of the output weight.
+Source of the fused form: https://arxiv.org/abs/2410.10989 (Liger Kernel), section 3.2.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, linear
+
+from specdeft.heads.features import IGNORED
+
+_CHUNK_LOGITS = 1 << 28  # logits of one chunk: 1 GiB in fp32
+
+
+class HeadLosses(NamedTuple):
+    """total: scalar to differentiate; per_head: float32 [K], detached; num_known: int64 [K]."""
+
+    total: Tensor
+    per_head: Tensor
+    num_known: Tensor
+
+
+def head_weights(num_heads: int, decay: float, device: torch.device | str = "cpu") -> Tensor:
+    """float32 [K]: decay^k."""
+    return decay ** torch.arange(num_heads, dtype=torch.float32, device=device)
+
+
+def frozen_output_loss(
+    states: Tensor,
+    labels: Tensor,
+    weight: Tensor,
+    weights: Tensor,
+    *,
+    bias: Tensor | None = None,
+    teacher: Tensor | None = None,
+    temperature: float = 1.0,
+    chunk_logits: int = _CHUNK_LOGITS,
+) -> HeadLosses:
+    """Loss of states [K,M,H] under a frozen output weight [V,H] (bias [V]).
+
+    labels int64 [M,K] index the rows of `weight`, IGNORED where there is nothing to learn; weights
+    float32 [K]. With `teacher` [K,M,H] the target of a known label is softmax(W teacher /
+    temperature) instead of the label.
+    """
+    known = labels.T != IGNORED
+    counts = known.sum(dim=1)
+    scale = (weights / counts.clamp(min=1)).unsqueeze(1) * known
+    total, losses = _FrozenCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        states, labels.T, weight, bias, scale, teacher, temperature, chunk_logits
+    )
+    per_head = (losses * known).sum(dim=1) / counts.clamp(min=1)
+    return HeadLosses(total, per_head, counts)
+
+
+def own_output_loss(logits: Tensor, labels: Tensor, weights: Tensor) -> HeadLosses:
+    """The same loss for logits [K,M,V] of trainable output layers, by plain autograd."""
+    known = labels.T != IGNORED
+    counts = known.sum(dim=1)
+    losses = cross_entropy(
+        logits.flatten(0, 1).float(), labels.T.flatten(), ignore_index=IGNORED, reduction="none"
+    ).view_as(known)
+    per_head = (losses * known).sum(dim=1) / counts.clamp(min=1)
+    return HeadLosses((per_head * weights).sum(), per_head.detach(), counts)
+
+
+class _FrozenCrossEntropy(torch.autograd.Function):
+    """(sum of scale [K,M] x cross entropies, cross entropies [K,M]); only the first is
+    differentiable, and its gradient in the states is made in the forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: Tensor,
+        labels: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        scale: Tensor,
+        teacher: Tensor | None,
+        temperature: float,
+        chunk_logits: int,
+    ) -> tuple[Tensor, Tensor]:
+        K, M, H = states.shape
+        flat, flat_scale = states.reshape(K * M, H), scale.reshape(K * M)
+        flat_teacher = None if teacher is None else teacher.reshape(K * M, H)
+        # A label that does not exist points at row 0; its scale is 0 and its loss is not read.
+        targets = labels.reshape(K * M).clamp(min=0)
+        losses = flat.new_empty(K * M, dtype=torch.float32)
+        gradient = torch.empty_like(flat)
+        rows = max(1, chunk_logits // weight.shape[0])
+        for start in range(0, K * M, rows):
+            part = slice(start, start + rows)
+            logits = linear(flat[part].to(weight.dtype), weight, bias).float()
+            logits -= logits.logsumexp(dim=1, keepdim=True)
+            if flat_teacher is None:
+                index = targets[part].unsqueeze(1)
+                losses[part] = -logits.gather(1, index).squeeze(1)
+                difference = logits.exp_()
+                difference.scatter_add_(1, index, -torch.ones_like(index, dtype=difference.dtype))
+            else:
+                wanted = linear(flat_teacher[part].to(weight.dtype), weight, bias).float()
+                wanted = wanted.div_(temperature).softmax(dim=1)
+                losses[part] = -(wanted * logits).sum(dim=1)
+                difference = logits.exp_().sub_(wanted)
+            difference *= flat_scale[part].unsqueeze(1)
+            gradient[part] = difference.to(weight.dtype) @ weight
+        losses = losses.view(K, M)
+        ctx.save_for_backward(gradient.view(K, M, H))
+        ctx.mark_non_differentiable(losses)
+        return (losses * scale).sum(), losses
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return (gradient * grad_outputs[0].to(gradient.dtype), *(None,) * 7)

@@ -1,0 +1,208 @@
+"""Medusa heads: guess several tokens ahead from one hidden state, in one batched product.
+
+Head k reads the target's hidden state after the final norm at position t (the very tensor the
+target's output layer reads) and predicts token t+2+k; the target itself predicts token t+1, the
+root of the tree.
+
+    x      = h  [+ E_k rms(embed(root))]   token_input: the root is already decided, so it is free
+    x      = x + SiLU(W x + b)             num_layers residual blocks, W and b start at zero
+    out    = P_k x                         projection: starts at the identity
+    logits = output layer (out)            shared with the target, reduced (some rows), or own
+
+The projection matters when the output layer is shared: SiLU cannot fall below -0.28, so a residual
+block alone can hardly remove from h what belongs to the *next* token. Every map of all K heads is
+one stacked tensor: no Python loop over heads runs.
+
+Shapes: B rows, K heads, H hidden size, V vocabulary, R rows of a reduced draft vocabulary.
+Sources: Medusa, https://arxiv.org/abs/2401.10774, section 2.1 (heads); FR-Spec,
+https://arxiv.org/abs/2502.14856 (a draft vocabulary chosen by frequency).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, rms_norm, silu
+
+OutputKind = Literal["shared", "own", "reduced"]
+
+
+@dataclass(frozen=True)
+class HeadsConfig:
+    """What a set of heads is made of; the counts fix the shape of every tensor in the
+    checkpoint."""
+
+    num_heads: int
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    output: OutputKind = "shared"
+    token_input: bool = False
+    projection: bool = False
+    draft_vocab_size: int | None = None
+    base_model: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "hidden_size", "vocab_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: give a whole number from 1.")
+        if self.num_layers < 0:
+            raise ValueError(f"num_layers is {self.num_layers}: give 0 or more residual blocks.")
+        if self.output not in get_args(OutputKind):
+            kinds = ", ".join(get_args(OutputKind))
+            raise ValueError(f"output is {self.output!r}: choose one of {kinds}.")
+        if (self.output == "reduced") != (self.draft_vocab_size is not None):
+            raise ValueError(
+                f"draft_vocab_size is {self.draft_vocab_size} with output {self.output!r}: "
+                "give a size with output='reduced' and none otherwise."
+            )
+        size = self.draft_vocab_size
+        if size is not None and not 1 <= size <= self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size is {size}: give a number from 1 to the vocabulary size "
+                f"{self.vocab_size}."
+            )
+
+    @property
+    def num_logits(self) -> int:
+        """Columns of a head's logits: the rows of its output layer."""
+        return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
+
+
+class MedusaHeads(nn.Module):
+    """K heads, stacked. Fresh heads repeat the target's own next-token logits exactly."""
+
+    block_weight: nn.Parameter
+    block_bias: nn.Parameter
+    draft_ids: Tensor | None
+
+    def __init__(self, config: HeadsConfig, draft_ids: Tensor | None = None) -> None:
+        """`draft_ids`: int64 [R], the token ids of a reduced draft vocabulary, needed exactly
+        then."""
+        super().__init__()
+        self.config = config
+        K, H, n = config.num_heads, config.hidden_size, config.num_layers
+        self.block_weight = nn.Parameter(torch.zeros(n, K, H, H))
+        self.block_bias = nn.Parameter(torch.zeros(n, K, H))
+        self.token_weight = nn.Parameter(torch.zeros(K, H, H)) if config.token_input else None
+        self.projection = nn.Parameter(torch.eye(H).repeat(K, 1, 1)) if config.projection else None
+        own = torch.zeros(K, config.vocab_size, H) if config.output == "own" else None
+        self.output_weight = nn.Parameter(own) if own is not None else None
+        self.register_buffer("draft_ids", _checked_draft_ids(config, draft_ids))
+        self._gathered: tuple[Tensor, Tensor] | None = None
+
+    @torch.no_grad()
+    def init_own_output(self, output_layer: nn.Module) -> None:
+        """Start the own output layers as copies of the target's."""
+        if self.output_weight is None:
+            raise ValueError("These heads have no output layer of their own: use output='own'.")
+        self.output_weight.copy_(_weight(output_layer).expand_as(self.output_weight))
+
+    def states(self, hidden: Tensor, root_embedding: Tensor | None) -> Tensor:
+        """What each head hands to the output layer: [K,B,H] from hidden [B,H] and, with
+        token_input, the embedding [B,H] of the root token."""
+        K, H = self.config.num_heads, self.config.hidden_size
+        x = hidden.expand(K, *hidden.shape)
+        if self.token_weight is not None:
+            if root_embedding is None:
+                raise ValueError("These heads read the root token: give its embedding.")
+            token = rms_norm(root_embedding, (H,))
+            mapped = linear(token, self.token_weight.reshape(K * H, H))
+            x = x + mapped.unflatten(-1, (K, H)).transpose(0, 1)
+        for weight, bias in zip(self.block_weight, self.block_bias, strict=True):
+            x = x + silu(torch.baddbmm(bias.unsqueeze(1), x, weight.mT))
+        return x if self.projection is None else torch.bmm(x, self.projection.mT)
+
+    def output_rows(self, output_layer: nn.Module) -> Tensor:
+        """The weight [R,H] or [V,H] the heads' logits are read from, out of the target's layer."""
+        weight = _weight(output_layer)
+        if self.draft_ids is None:
+            return weight
+        # Gathered once per weight tensor: the copy is what makes a reduced vocabulary cheap.
+        if self._gathered is None or self._gathered[0] is not weight:
+            self._gathered = (weight, weight.detach().index_select(0, self.draft_ids))
+        return self._gathered[1]
+
+    def logits(self, states: Tensor, output_layer: nn.Module) -> Tensor:
+        """Logits [K,B,V] (reduced: [K,B,R], columns in the order of `draft_ids`) of states
+        [K,B,H]."""
+        if self.output_weight is not None:
+            return torch.bmm(states, self.output_weight.mT)
+        if self.draft_ids is None:
+            return cast(Tensor, output_layer(states))
+        bias = getattr(output_layer, "bias", None)
+        rows = None if bias is None else bias.index_select(0, self.draft_ids)
+        return linear(states, self.output_rows(output_layer), rows)
+
+    def forward(self, hidden: Tensor, root: Tensor, embed: nn.Module, output: nn.Module) -> Tensor:
+        """Logits [K,B,V or R] from hidden [B,H] and root int64 [B]."""
+        root_embedding = embed(root) if self.config.token_input else None
+        return self.logits(self.states(hidden, root_embedding), output)
+
+    @torch.no_grad()
+    def draft(
+        self, hidden: Tensor, root: Tensor, embed: nn.Module, output_layer: nn.Module, top_k: int
+    ) -> Tensor:
+        """Token ids int64 [B,K,top_k], best first, drafted for positions root+1 .. root+K.
+
+        hidden [B,H]: the target's hidden state after the final norm at the position that decided
+        root int64 [B]; embed, output_layer: the target's own modules. Runs on the device without
+        a host sync, so it can be captured in a CUDA graph.
+        """
+        if not 1 <= top_k <= self.config.num_logits:
+            raise ValueError(
+                f"top_k is {top_k}: give a number from 1 to {self.config.num_logits}, "
+                "the tokens these heads can draft."
+            )
+        best = self(hidden, root, embed, output_layer).topk(top_k, dim=-1).indices.transpose(0, 1)
+        return best if self.draft_ids is None else self.draft_ids[best]
+
+    def save(self, folder: str | Path) -> None:
+        """Write `model.safetensors` and `config.json` (see heads/checkpoint.py)."""
+        from specdeft.heads.checkpoint import save_heads
+
+        save_heads(self, Path(folder))
+
+    @classmethod
+    def load(
+        cls,
+        folder: str | Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        hidden_size: int | None = None,
+        vocab_size: int | None = None,
+    ) -> MedusaHeads:
+        """Read heads written by `save`; the two sizes are the target's and are checked if given."""
+        from specdeft.heads.checkpoint import load_heads
+
+        return load_heads(
+            Path(folder), dtype=dtype, device=device, hidden_size=hidden_size, vocab_size=vocab_size
+        )
+
+
+def _checked_draft_ids(config: HeadsConfig, draft_ids: Tensor | None) -> Tensor | None:
+    if (draft_ids is None) != (config.draft_vocab_size is None):
+        raise ValueError("draft_ids go with output='reduced' and only with it: give both or none.")
+    if draft_ids is None:
+        return None
+    if draft_ids.shape != (config.draft_vocab_size,):
+        raise ValueError(
+            f"draft_ids has shape {tuple(draft_ids.shape)}: give one id for each of the "
+            f"{config.draft_vocab_size} rows of the draft vocabulary."
+        )
+    return draft_ids.to(torch.int64)
+
+
+def _weight(output_layer: nn.Module) -> Tensor:
+    weight = getattr(output_layer, "weight", None)
+    if not isinstance(weight, Tensor) or not weight.is_floating_point():
+        raise ValueError(
+            f"The target's output layer ({type(output_layer).__name__}) has no floating-point weight "
+            "to take rows from: use heads with output='shared'."
+        )
+    return weight

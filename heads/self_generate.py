@@ -1,0 +1,207 @@
+"""Training text without a data set: the target writes prompts, answers them, and reads its own
+answers.
+
+    python -m specdeft.heads.self_generate --model M --count 20000 --output texts.safetensors
+
+Half of the short prompts are written by the model itself (it is given the chat template up to the
+user's turn and goes on from there), half come from seeded templates (heads/prompts.py). Long
+prompts ask for summaries of, and answers from, passages put together from earlier answers. Source
+of the first idea: Magpie, https://arxiv.org/abs/2406.08464, section 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from specdeft.heads.documents import Documents, join
+from specdeft.heads.prompts import passage_prompts, short_prompts
+from specdeft.heads.sampler import Limits, Request, Written, write_texts
+from specdeft.heads.target import Target, Turn, chat_turn, load_target
+
+_MAX_PERIOD = 48  # the longest loop looked for, in tokens
+_MIN_LOOP = 24  # tokens that must repeat in a row before a text counts as looping
+_MIN_ANSWER = 4  # tokens; shorter answers have nothing to draft
+_MIN_PASSAGE_PART = 60  # tokens; an answer this long can be part of a passage
+
+
+@dataclass(frozen=True)
+class GenerationPlan:
+    """How much to write. A wave is one batch; every `long_every`-th wave asks about passages."""
+
+    count: int
+    wave_rows: int = 256
+    long_wave_rows: int = 128
+    long_every: int = 3
+    max_answer: int = 256
+    max_passage: int = 700
+    own_prompts: float = 0.5
+    greedy: float = 0.6
+    temperatures: tuple[float, float] = (0.6, 1.0)
+    seed: int = 0
+    time_limit_s: float | None = None
+
+
+@dataclass
+class SelfGenerator:
+    """Writes waves of texts with one target; keeps its answers as passages for later waves."""
+
+    target: Target
+    plan: GenerationPlan
+    turn: Turn = field(init=False)
+    wave: int = 0
+    passages: list[list[int]] = field(default_factory=list)
+    dropped: int = 0
+
+    def __post_init__(self) -> None:
+        self.turn = chat_turn(self.target)
+
+    def next_wave(self) -> Documents:
+        """Write one more wave."""
+        number, self.wave = self.wave, self.wave + 1
+        rng = random.Random(self.plan.seed * 1_000_003 + number)
+        # Long waves need enough answers to cut passages from.
+        is_long = (number + 1) % self.plan.long_every == 0 and len(self.passages) > 8
+        requests = self._long_requests(rng) if is_long else self._short_requests(rng)
+        limits = Limits(self.turn.stop_ids, self.turn.after[1:], self.plan.max_answer)
+        generator = torch.Generator(self.target.model.device)
+        generator.manual_seed(rng.randrange(1 << 31))
+        texts = write_texts(self.target.model, requests, limits, generator)
+        keep = loop_free_lengths(texts)
+        if not is_long:
+            self._remember(texts, keep, rng)
+        return self._documents(texts, requests, keep)
+
+    def _temperature(self, rng: random.Random) -> float:
+        low, high = self.plan.temperatures
+        return 0.0 if rng.random() < self.plan.greedy else rng.uniform(low, high)
+
+    def _short_requests(self, rng: random.Random) -> list[Request]:
+        own = round(self.plan.own_prompts * self.plan.wave_rows)
+        written = [
+            Request(self.turn.before, self._temperature(rng), writes_prompt=True)
+            for _ in range(own)
+        ]
+        prompts = short_prompts(self.plan.wave_rows - own, rng.randrange(1 << 31))
+        # A greedy answer to a repeated prompt would be the same text again.
+        return written + self._asked(list(dict.fromkeys(prompts)), rng)
+
+    def _long_requests(self, rng: random.Random) -> list[Request]:
+        # Passages of a wave are about as long as each other: only what all prompts have in common
+        # can be read in one go.
+        longest = rng.randint(self.plan.max_passage // 5, self.plan.max_passage)
+        passages = [self._passage(rng, longest) for _ in range(self.plan.long_wave_rows)]
+        return self._asked(passage_prompts(passages, rng.randrange(1 << 31)), rng)
+
+    def _asked(self, prompts: Sequence[str], rng: random.Random) -> list[Request]:
+        encoded = self.target.tokenizer(list(prompts), add_special_tokens=False).input_ids
+        return [
+            Request([*self.turn.before, *ids, *self.turn.after], self._temperature(rng))
+            for ids in encoded
+        ]
+
+    def _passage(self, rng: random.Random, longest: int) -> str:
+        """Earlier answers put together: 85 to 100 % of `longest` tokens."""
+        wanted = rng.randint(longest * 17 // 20, longest)
+        ids: list[int] = []
+        while len(ids) < wanted:
+            ids += rng.choice(self.passages)
+        text: str = self.target.tokenizer.decode(ids[:wanted], skip_special_tokens=True)
+        return " ".join(text.split()) if rng.random() < 0.7 else text.strip()
+
+    def _remember(self, texts: Written, keep: Tensor, rng: random.Random) -> None:
+        long_ones = (keep - texts.prompt_length >= _MIN_PASSAGE_PART).nonzero().squeeze(1).tolist()
+        rows = rng.sample(long_ones, min(len(long_ones), 4096))
+        answers = [texts.tokens[i, texts.prompt_length[i] : keep[i]].tolist() for i in rows]
+        self.passages = answers + self.passages[:8192]
+
+    def _documents(self, texts: Written, requests: Sequence[Request], keep: Tensor) -> Documents:
+        chosen = keep - texts.prompt_length >= _MIN_ANSWER
+        self.dropped += len(requests) - int(chosen.sum())
+        tokens, keep, prompt = texts.tokens[chosen], keep[chosen], texts.prompt_length[chosen]
+        place = torch.arange(tokens.shape[1])
+        inside = place < keep.unsqueeze(1)
+        heat = torch.tensor([request.temperature for request in requests])
+        return Documents(
+            tokens[inside].to(torch.int32),
+            (place >= prompt.unsqueeze(1))[inside],
+            torch.cat([keep.new_zeros(1), keep.cumsum(0)]),
+            heat[texts.request[chosen]],
+        )
+
+
+def loop_free_lengths(texts: Written) -> Tensor:
+    """int64 [n]: how much of each text to keep: all of it, or up to where its answer has begun to
+    loop.
+
+    A loop is the last p tokens again, for at least max(2p, 24) tokens in a row, p up to 48.
+    """
+    tokens, keep = texts.tokens, texts.length.clone()
+    place = torch.arange(tokens.shape[1])
+    inside = (place >= texts.prompt_length.unsqueeze(1)) & (place < texts.length.unsqueeze(1))
+    for period in range(1, min(_MAX_PERIOD, tokens.shape[1] - 1) + 1):
+        same = (
+            (tokens[:, period:] == tokens[:, :-period]) & inside[:, :-period] & inside[:, period:]
+        )
+        ends = run_lengths(same) >= max(2 * period, _MIN_LOOP)
+        first = torch.where(ends.any(1), ends.int().argmax(1) + period + 1, tokens.shape[1])
+        keep = torch.minimum(keep, first)
+    return keep
+
+
+def run_lengths(flags: Tensor) -> Tensor:
+    """int64 of bool [B,S]: how many flags in a row are set, up to and with each place."""
+    place = torch.arange(1, flags.shape[1] + 1, device=flags.device).expand_as(flags)
+    return place - torch.where(flags, 0, place).cummax(dim=1).values
+
+
+def self_generate(
+    target: Target, plan: GenerationPlan, *, on_wave: Callable[[Documents], None] | None = None
+) -> Documents:
+    """Write `plan.count` texts (fewer if the time limit ends first, never less than one wave)."""
+    generator, began = SelfGenerator(target, plan), time.monotonic()
+    parts: list[Documents] = []
+    with tqdm(total=plan.count, desc="self-generate", unit="text") as bar:
+        while bar.n < plan.count:
+            spent = time.monotonic() - began
+            # The next wave takes about as long as the mean so far.
+            if plan.time_limit_s and parts and spent * (1 + 1 / len(parts)) > plan.time_limit_s:
+                break
+            documents = generator.next_wave()
+            parts.append(documents)
+            bar.update(len(documents))
+            bar.set_postfix(tokens=sum(len(part.tokens) for part in parts))
+            if on_wave is not None:
+                on_wave(documents)
+    return join(parts)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write training texts with a model of your own."""
+    parser = argparse.ArgumentParser(prog="specdeft self-generate", description=main.__doc__)
+    parser.add_argument("--model", required=True, help="Hugging Face id or folder of the target")
+    parser.add_argument("--count", type=int, default=20_000, help="texts to write")
+    parser.add_argument("--wave-rows", type=int, default=256, help="texts written at once")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, required=True, help="safetensors file to write")
+    options = parser.parse_args(arguments)
+    plan = GenerationPlan(
+        options.count,
+        wave_rows=options.wave_rows,
+        long_wave_rows=max(1, options.wave_rows // 2),
+        seed=options.seed,
+    )
+    self_generate(load_target(options.model), plan).save(options.output)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,78 @@
+"""The frozen target as training sees it: a stock Hugging Face model and its chat template."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+_PLACE = "\u2042place\u2042"  # stands for the user's text while the template is cut around it
+
+
+class Target(NamedTuple):
+    """A loaded model with its tokenizer; nothing in it asks for gradients."""
+
+    model: Any
+    tokenizer: Any
+    name: str
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the hidden state the heads read."""
+        return int(self.model.get_input_embeddings().weight.shape[1])
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output layer."""
+        return int(self.model.get_output_embeddings().weight.shape[0])
+
+
+class Turn(NamedTuple):
+    """Token ids around a user's text: before it, from its end on (that begins with an end-of-turn
+    token), and the tokens that end an answer."""
+
+    before: list[int]
+    after: list[int]
+    stop_ids: list[int]
+
+
+def load_target(
+    name: str,
+    *,
+    dtype: torch.dtype | None = None,
+    device: str | None = None,
+    label: str = "",
+) -> Target:
+    """Load and freeze a model; by default in bf16 on a GPU if there is one, else fp32 on the
+    CPU."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    frozen = model.to(device).eval().requires_grad_(False)
+    return Target(frozen, tokenizer, label or Path(name).name)
+
+
+def chat_turn(target: Target) -> Turn:
+    """Cut the chat template around the user's text; ValueError if there is no usable template."""
+    tokenizer = target.tokenizer
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError(
+            f"{target.name} has no chat template, so it cannot write its own prompts: "
+            "train from a file of texts instead."
+        )
+    shown = tokenizer.apply_chat_template(
+        [{"role": "user", "content": _PLACE}], tokenize=False, add_generation_prompt=True
+    )
+    if shown.count(_PLACE) != 1:
+        raise ValueError(f"The chat template of {target.name} does not show the user's text once.")
+    before, after = (
+        list(tokenizer(part, add_special_tokens=False).input_ids) for part in shown.split(_PLACE)
+    )
+    stops = target.model.generation_config.eos_token_id
+    stops = [] if stops is None else stops if isinstance(stops, list) else [stops]
+    if not stops:
+        raise ValueError(f"{target.name} names no end-of-text token in its generation config.")
+    return Turn(before, after, list(stops))

@@ -1,0 +1,253 @@
+"""Train Medusa heads for a model of your own; no data set is needed.
+
+    python heads/train.py --model HuggingFaceTB/SmolLM2-135M-Instruct --self-generate 20000 --output
+    my-heads
+
+The target stays frozen. Its own text is the best text to learn from, so by default it writes
+prompts and answers itself; `--data` takes JSON lines (messages, prompt with response, or text)
+instead. What is written: model.safetensors, config.json, tree_values.json (which trees pay),
+training_record.json, log.jsonl. Recipe: Medusa-1, https://arxiv.org/abs/2401.10774, section 2.2.1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from specdeft.heads.calibration import calibrate
+from specdeft.heads.checkpoint import save_heads, write_json
+from specdeft.heads.documents import Documents, join, read_jsonl
+from specdeft.heads.features import Features, extract
+from specdeft.heads.medusa import HeadsConfig, MedusaHeads
+from specdeft.heads.self_generate import GenerationPlan, self_generate
+from specdeft.heads.target import Target, load_target
+from specdeft.heads.trainer import FeatureSource, TrainConfig, Trainer, frequent_ids
+
+RECORD_NAME = "training_record.json"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The choices of a HeadsConfig that the target does not fix."""
+
+    num_heads: int = 4
+    num_layers: int = 2
+    output: str = "shared"
+    token_input: bool = True
+    projection: bool = True
+    draft_vocab_size: int | None = None
+
+
+def new_heads(target: Target, shape: Shape, documents: Documents) -> tuple[MedusaHeads, float]:
+    """Fresh heads on the target's device, in fp32, and the share of tokens they can draft."""
+    config = HeadsConfig(
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        base_model=target.name,
+        **asdict(shape),
+    )
+    ids, coverage = None, 1.0
+    if config.draft_vocab_size is not None:
+        ids, coverage = frequent_ids(documents, config.draft_vocab_size, target.vocab_size)
+    heads = MedusaHeads(config, ids).to(target.model.device)
+    if config.output == "own":
+        heads.init_own_output(target.model.get_output_embeddings())
+    return heads, coverage
+
+
+def train_heads(
+    target: Target,
+    heads: MedusaHeads,
+    source: FeatureSource,
+    config: TrainConfig,
+    folder: Path,
+    *,
+    held_out: Features | None = None,
+    label: str = "train",
+    resume: bool = False,
+) -> dict[str, Any]:
+    """Train, write the heads (16-bit) into `folder`, and return what happened."""
+    trainer = Trainer(target.model, heads, source, config, folder, held_out, label)
+    result = trainer.run(resume=resume)
+    save_heads(heads, folder, dtype=torch.bfloat16)
+    return {"heads": asdict(heads.config), "training": asdict(config), "result": result}
+
+
+def shipped(target: Target, folder: Path) -> MedusaHeads:
+    """The heads as a user loads them: what is measured is what is on disk."""
+    return MedusaHeads.load(
+        folder,
+        dtype=target.model.dtype,
+        device=target.model.device,
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+    )
+
+
+def environment() -> dict[str, str]:
+    """What the run ran on."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "device": device,
+    }
+
+
+def data_report(documents: Documents) -> dict[str, Any]:
+    """Counts that say what a run learnt from; coverage is the share of tokens that carry a loss."""
+    return {
+        "documents": len(documents),
+        "tokens": len(documents.tokens),
+        "learnt_tokens": int(documents.learn.sum()),
+        "coverage": round(float(documents.learn.float().mean()), 4),
+        "greedy_share": round(float((documents.temperature == 0).float().mean()), 4),
+    }
+
+
+def _documents(options: argparse.Namespace, target: Target) -> Documents:
+    if options.data:
+        return join(
+            [read_jsonl(path, target.tokenizer, options.max_length) for path in options.data]
+        )
+    kept = options.output / "documents.safetensors"
+    if options.resume and kept.is_file():
+        return Documents.load(kept)
+    plan = GenerationPlan(
+        options.self_generate,
+        wave_rows=options.wave_rows,
+        long_wave_rows=max(1, options.wave_rows // 2),
+        seed=options.seed,
+    )
+    documents = self_generate(target, plan)
+    documents.save(kept)
+    return documents
+
+
+def run(options: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
+    """The whole command: texts, heads, calibration, record."""
+    target = load_target(options.model)
+    documents = _documents(options, target)
+    training, held_out = documents.split(options.held_out, options.seed)
+    shape = Shape(
+        options.num_heads,
+        options.num_layers,
+        options.heads_output,
+        not options.no_token_input,
+        not options.no_projection,
+        options.draft_vocab_size if options.heads_output == "reduced" else None,
+    )
+    config = TrainConfig(
+        loss=options.loss,
+        learning_rate=options.learning_rate,
+        batch_rows=options.batch_rows,
+        epochs=options.epochs,
+        max_steps=options.max_steps,
+        time_limit_s=options.time_limit_s,
+        seed=options.seed,
+    )
+    heads, coverage = new_heads(target, shape, training)
+    source = FeatureSource(
+        target.model, training, shape.num_heads, config.chunk_tokens, config.seed
+    )
+    rows = extract(target.model, held_out, shape.num_heads)
+    made = train_heads(
+        target, heads, source, config, options.output, held_out=rows, resume=options.resume
+    )
+    calibrated = calibrate(target.model, shipped(target, options.output), held_out, options.output)
+    record = {
+        "command": list(command),
+        "environment": environment(),
+        "data": {"training": data_report(training), "held_out": data_report(held_out)},
+        "draft_vocabulary_coverage": round(coverage, 5),
+        **made,
+        "calibration": calibrated,
+    }
+    write_json(options.output / RECORD_NAME, record)
+    return record
+
+
+def _parser() -> argparse.ArgumentParser:
+    shape, config = Shape(), TrainConfig()
+    parser = argparse.ArgumentParser(
+        prog="specdeft train",
+        description="Train Medusa heads for a frozen Hugging Face causal language model.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", required=True, help="Hugging Face id or folder of the target")
+    add("--output", type=Path, required=True, help="folder for the heads")
+    data = parser.add_mutually_exclusive_group()
+    data.add_argument("--data", type=Path, nargs="+", help="JSON-lines files to learn from")
+    data.add_argument(
+        "--self-generate",
+        type=int,
+        default=20_000,
+        metavar="N",
+        help="texts the target writes for itself",
+    )
+    add("--wave-rows", type=int, default=256, help="texts written at once")
+    add("--max-length", type=int, default=2048, help="tokens kept of a line of --data")
+    add("--held-out", type=float, default=0.02, help="share of texts kept for measuring")
+    add("--num-heads", type=int, default=shape.num_heads, help="tokens guessed ahead")
+    add("--num-layers", type=int, default=shape.num_layers, help="residual blocks of a head")
+    add(
+        "--heads-output",
+        choices=("shared", "own", "reduced"),
+        default=shape.output,
+        help="output layer: the target's, own ones, or the target's rows of frequent tokens",
+    )
+    add("--draft-vocab-size", type=int, default=16_384, help="rows with --heads-output reduced")
+    add("--no-token-input", action="store_true", help="heads do not see the token just decided")
+    add("--no-projection", action="store_true", help="no linear map before the output layer")
+    add(
+        "--loss",
+        choices=("hard", "soft"),
+        default=config.loss,
+        help="learn the tokens that came, or the target's distributions",
+    )
+    add("--learning-rate", type=float, default=config.learning_rate)
+    add("--batch-rows", type=int, default=config.batch_rows, help="positions of a step")
+    add("--epochs", type=int, default=config.epochs)
+    add("--max-steps", type=int)
+    add("--time-limit-s", type=float, help="fit the number of steps into so many seconds")
+    add("--seed", type=int, default=config.seed)
+    add("--resume", action="store_true", help="go on from the state in --output")
+    add("--config", type=Path, help="JSON object with any of these options (dashes as _)")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry of `specdeft train`: 0 on success, 2 with one sentence on bad input."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    parser = _parser()
+    options, _ = _config_option().parse_known_args(arguments)
+    if options.config is not None:
+        parser.set_defaults(**json.loads(options.config.read_text(encoding="utf-8")))
+    try:
+        record = run(parser.parse_args(arguments), ["specdeft", "train", *arguments])
+    except ValueError as error:
+        sys.stderr.write(f"specdeft train: {error}\n")
+        return 2
+    sys.stdout.write(json.dumps(record["result"]) + "\n")
+    return 0
+
+
+def _config_option() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", type=Path)
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
