@@ -245,22 +245,19 @@ def _depth_first(parents: Sequence[int]) -> list[int]:
 
 def _subtree_ends(parents: list[int]) -> list[int]:
     """One past the last node below each; raises ValueError unless the order is depth-first."""
-    ends = list(range(1, len(parents) + 1))
-    sizes = [1] * len(parents)
-    for node in range(len(parents) - 1, -1, -1):
-        parent = parents[node]
-        if not -1 <= parent < node:
+    ends = [len(parents)] * len(parents)
+    open_nodes: list[int] = []
+    for node, parent in enumerate(parents):
+        while open_nodes and open_nodes[-1] != parent:
+            ends[open_nodes.pop()] = node
+        if not open_nodes and parent != -1:
+            if not -1 <= parent < node:
+                raise ValueError(
+                    f"the parent of node {node} is {parent}; give -1 for a root or an earlier node"
+                )
             raise ValueError(
-                f"the parent of node {node} is {parent}; give -1 for a root or an earlier node"
-            )
-        # Depth-first means: everything up to the last descendant is a descendant.
-        if sizes[node] != ends[node] - node:
-            raise ValueError(
-                f"the nodes below node {node} do not follow it without a gap; "
+                f"node {node} stands apart from the other nodes below its parent {parent}; "
                 "build the forest with KVForest.from_nodes, which sorts them"
             )
-        if parent >= 0:
-            sizes[parent] += sizes[node]
-            if ends[node] > ends[parent]:
-                ends[parent] = ends[node]
+        open_nodes.append(node)
     return ends

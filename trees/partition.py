@@ -78,13 +78,15 @@ def query_tiles(forest: KVForest, tile_queries: int) -> Tensor:
     roots share no token, so a tile over both would only be masked work.
     """
     roots = forest.parents < 0
-    begins = forest.query_begins[roots]
-    counts = forest.query_ends[roots] - begins
-    num_tiles = (counts + tile_queries - 1) // tile_queries
-    root_of, tile_in_root = _spread(num_tiles)
-    # Tile i of n starts at floor(i * count / n): sizes differ by one at most.
-    inner = begins[root_of] + tile_in_root * counts[root_of] // num_tiles[root_of]
-    return torch.cat([inner, torch.tensor([forest.num_queries])])
+    borders: list[int] = []
+    for begin, end in zip(
+        forest.query_begins[roots].tolist(), forest.query_ends[roots].tolist(), strict=True
+    ):
+        count = end - begin
+        num_tiles = -(-count // tile_queries)
+        # Tile i of n starts at floor(i * count / n): sizes differ by one at most.
+        borders += [begin + i * count // num_tiles for i in range(num_tiles)]
+    return torch.tensor([*borders, forest.num_queries])
 
 
 def balanced_chunk_tokens(

@@ -78,7 +78,7 @@ class AttentionPlan:
     partition: how it was cut. tile_queries: most queries an item or tile holds.
     slots: int32 [S]; cache slot of each flattened token (the forest's own tensor).
     query_rows: int32 [Q]; row of the query tensor at each place of the depth-first query order.
-    items: int32 [I, 8]; columns `ItemField`, sorted by KV_BEGIN's chunk, then by tile, so that
+    items: int32 [I, 8]; columns `ItemField`, sorted by KV_BEGIN, then by tile, so that
         items that read the same tokens are neighbours. KV_BEGIN <= SHARED_END <= KV_END,
         KV_BEGIN < KV_END, QUERY_BEGIN < QUERY_END, both query numbers inside the item's tile.
         MASK_ROW is 0 and not to be read when SHARED_END == KV_END.

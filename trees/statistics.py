@@ -51,6 +51,16 @@ class RankStatistics:
     rank_hits: tuple[tuple[int, ...], ...]
     rank_trials: tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        rows = {len(row) for row in self.rank_hits}
+        if {len(self.rank_hits), len(self.rank_trials)} != {self.num_heads} or rows - {
+            self.num_ranks
+        }:
+            raise ValueError(
+                f"rank_hits must be {self.num_heads} rows of {self.num_ranks} counts and "
+                f"rank_trials {self.num_heads} counts"
+            )
+
     @property
     def num_samples(self) -> int:
         """Positions counted."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+import uuid
 from pathlib import Path
 from typing import NamedTuple
 
@@ -78,11 +78,14 @@ def _integers(value: object, name: str) -> list[int]:
 
 def write_atomically(path: Path, text: str) -> None:
     """Write `text` under a temporary name in the same folder, then rename it to `path`."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with temporary.open("x", encoding="utf-8") as file:
             file.write(text)
-        Path(temporary).replace(path)
+            file.flush()
+            # Without this a crash of the machine could leave the new name on an empty file.
+            os.fsync(file.fileno())
+        temporary.replace(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise

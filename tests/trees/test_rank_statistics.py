@@ -158,7 +158,12 @@ def test_bad_ranks_and_files_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="outside 0 to 4; write 4 for a missed token"):
             count_ranks(torch.tensor([[0, bad]]), 4)
     path = tmp_path / "statistics.json"
-    for text in ("", "[]", '{"num_heads": 1}'):
+    short = (
+        count_ranks(torch.tensor([[0]]), 1)
+        .to_json()
+        .replace('"rank_trials": [1]', '"rank_trials": []')
+    )
+    for text in ("", "[]", '{"num_heads": 1}', short):
         path.write_text(text)
         with pytest.raises(ValueError, match=r"statistics\.json cannot be used: the text is not"):
             RankStatistics.load(path)
