@@ -53,6 +53,5 @@ def accept(tree_tokens: Tensor, target_tokens: Tensor, tree: TreeTensors) -> Acc
     tokens = tree_tokens.gather(1, path)
     bonus = target_tokens.gather(1, last_node[:, None])
     shifted = torch.cat([tokens[:, 1:], bonus], dim=1)
-    level = torch.arange(tree.num_levels, device=tokens.device)
-    emitted = torch.where(level < num_accepted[:, None], shifted, bonus)
+    emitted = torch.where(tree.levels < num_accepted[:, None], shifted, bonus)
     return Acceptance(num_accepted, last_node, path, emitted)

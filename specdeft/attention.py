@@ -11,6 +11,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from specdeft.batch import Batch
 from specdeft.kernels import cpu
 from specdeft.kv_tree import KVTree
 from specdeft.model import AttentionOptions, LayerAttention
@@ -33,36 +34,39 @@ class KernelChoice(str, Enum):
 def make_attention(
     choice: KernelChoice,
     cache: KVTree,
-    sequences: list[int],
+    batch: Batch,
     num_new: int,
     tree: TreeTensors | None,
+    max_context: int | None = None,
 ) -> LayerAttention:
     """The attention of one forward of ``num_new`` tokens after the committed ones.
 
     Args:
         choice: which kernels.
-        cache: reserved for ``num_new`` tokens in every sequence.
-        sequences: the B sequences, in batch order.
+        cache: holds pages for ``num_new`` more tokens in every sequence.
+        batch: the sequences and their committed lengths.
         num_new: N tokens of this forward.
         tree: whose ancestors the N tokens see; None is a causal chunk of a prompt.
+        max_context: a bound on the committed lengths that fixes the launch (Triton only); None
+            asks the KV tree, whose counts are then up to date.
     """
     if choice is KernelChoice.CPU:
-        return CpuAttention(cache, sequences, num_new, tree)
-    return TritonAttention(cache, sequences, num_new, tree)
+        return CpuAttention(cache, batch, num_new, tree)
+    if max_context is None:
+        max_context = max(cache.length(sequence) for sequence in batch.sequences)
+    return TritonAttention(cache, batch, num_new, tree, max_context)
 
 
 class CpuAttention:
     """Attention over views of the pool, one sequence after the other."""
 
-    def __init__(
-        self, cache: KVTree, sequences: list[int], num_new: int, tree: TreeTensors | None
-    ) -> None:
+    def __init__(self, cache: KVTree, batch: Batch, num_new: int, tree: TreeTensors | None) -> None:
         self._cache = cache
         self._tree = tree
-        self._num_context = [cache.length(sequence) for sequence in sequences]
+        self._num_context = batch.lengths.tolist()  # host memory: nothing waits
         self._runs = [
             cache.run(sequence, context + num_new)
-            for sequence, context in zip(sequences, self._num_context, strict=True)
+            for sequence, context in zip(batch.sequences, self._num_context, strict=True)
         ]
 
     def attend(
@@ -97,23 +101,21 @@ class TritonAttention:
     """Attention through the DeFT-Flatten kernels; lengths and page tables stay on the device."""
 
     def __init__(
-        self, cache: KVTree, sequences: list[int], num_new: int, tree: TreeTensors | None
+        self,
+        cache: KVTree,
+        batch: Batch,
+        num_new: int,
+        tree: TreeTensors | None,
+        max_context: int,
     ) -> None:
         from specdeft.kernels import deft_flatten  # needs triton, which the CPU path must not
 
         self._kernel = deft_flatten.tree_attention
         self._cache = cache
+        self._batch = batch
+        self._max_context = max_context
+        self._slots = batch.slots(num_new, cache.page_size)
         device = cache.keys.device
-        lengths = [cache.length(sequence) for sequence in sequences]
-        self._max_context = max(lengths)
-        self._lengths = torch.tensor(lengths, dtype=torch.int32).to(device)
-        self._page_table = cache.page_table(sequences)
-        self._slots = torch.cat(
-            [
-                cache.slots(sequence, length, length + num_new)
-                for sequence, length in zip(sequences, lengths, strict=True)
-            ]
-        )
         self._mask_words = tree.mask_words if tree else _chain_words(num_new, device)
         self._depths = (tree.depths if tree else torch.arange(num_new, device=device)).int()
 
@@ -128,11 +130,11 @@ class TritonAttention:
             q,
             keys,
             values,
-            lengths=self._lengths,
+            lengths=self._batch.lengths,
             mask_words=self._mask_words,
-            page_table=self._page_table,
+            page_table=self._batch.page_table,
             page_size=self._cache.page_size,
-            capacity=self._cache.page_size * self._page_table.shape[1],
+            capacity=self._cache.page_size * self._batch.page_table.shape[1],
             max_context=self._max_context,
             scale=options.scale,
             depths=self._depths,

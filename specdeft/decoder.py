@@ -11,9 +11,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdeft.attention import KernelChoice
+from specdeft.batch import Batch
 from specdeft.config import GenerationConfig
 from specdeft.engine import Engine
-from specdeft.generation import Generation
+from specdeft.generation import Generation, RunState
 from specdeft.heads.medusa import MedusaHeads
 from specdeft.identity import IdentityReport, compare
 from specdeft.kv_tree import KVTree
@@ -21,6 +22,8 @@ from specdeft.loading import load_heads, load_target
 from specdeft.model import TargetModel
 from specdeft.prompt import Prompt, encode_prompt
 from specdeft.result import GenerationResult
+from specdeft.sampling import Sampler
+from specdeft.stepping import EagerStepper
 from specdeft.text import TextAssembler
 from specdeft.tree_choice import TreeChoice, TreeRequest
 from specdeft.trees.search import ValuedPaths
@@ -247,6 +250,17 @@ class SpecDecoder:
                 "encoded by another model's tokenizer?"
             )
 
+    def _run_state(self, num_tokens: int, config: GenerationConfig, choice: TreeChoice) -> RunState:
+        """A fresh sequence with room for ``num_tokens`` and one tree, and its step's tensors."""
+        engine, tree = self._engine, choice.tree
+        cache = self._cache_for(num_tokens + tree.num_nodes)
+        cache.clear()
+        sequence = cache.open()
+        cache.reserve(sequence, num_tokens + tree.num_nodes)
+        batch = Batch.empty(engine.target, cache, (sequence,), tree.max_depth + 1)
+        sampler = Sampler.build(config, (0,), engine.target.device)
+        return RunState(cache, batch, sampler, EagerStepper(engine, cache, batch, sampler))
+
     def _cache_for(self, num_tokens: int) -> KVTree:
         """A cache that holds ``num_tokens``; kept between generations, made larger when needed."""
         if self._cache is None or self._cache.page_size < num_tokens:
@@ -318,18 +332,15 @@ class Stream:
             yield from self._generation
 
     def _start(self) -> Generation:
-        decoder = self._decoder
-        num_nodes = self._choice.tree.num_nodes
-        capacity = len(self._prompt_ids) + self._budget + num_nodes
+        decoder, config = self._decoder, self._config
         return Generation(
             decoder._engine,
-            decoder._cache_for(capacity),
             self._prompt_ids,
             self._budget,
-            self._config,
+            decoder._run_state(len(self._prompt_ids) + self._budget, config, self._choice),
             trees=self._choice.for_budget,
-            eos_ids=decoder._eos_ids(),
-            text=TextAssembler(decoder.tokenizer, self._config.stop),
+            eos_ids=frozenset() if config.ignore_eos else decoder._eos_ids(),
+            text=TextAssembler(decoder.tokenizer, config.stop),
             clock=decoder._clock,
         )
 

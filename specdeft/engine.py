@@ -1,37 +1,29 @@
-"""The decoding loop of one sequence: draft, forward over the tree, accept, commit.
+"""The decoding loop: draft, forward over the tree, accept, commit.
 
-    prompt -> prefill -> Position -> step -> Position -> step -> ...
+    prompt -> prefill -> step -> step -> ...
 
-A `Position` is what a step starts from: the root token (decided, not yet in the cache) and the
-hidden state that predicted it. Plain decoding is the same step with a one-node tree, so both paths
-share every kernel and every rule.
+`Batch` is what a step starts from and what it leaves behind. Plain decoding is the same step with a
+one-node tree, so both paths share every kernel and every rule. `Engine.step` waits for nothing and
+allocates nothing that grows: it runs eagerly, and `graphs.py` captures it.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from specdeft.accept import Acceptance, accept
+from specdeft.accept import accept
 from specdeft.attention import KernelChoice, make_attention
-from specdeft.config import GenerationConfig
+from specdeft.batch import Batch
 from specdeft.heads.medusa import MedusaHeads
 from specdeft.kernels.commit import commit
 from specdeft.kv_tree import KVTree
 from specdeft.model import TargetModel
-from specdeft.sampling import choose_tokens
+from specdeft.sampling import Sampler, choose_tokens
 from specdeft.tree_tensors import TreeTensors
 from specdeft.trees.token_tree import TokenTree
 
 PREFILL_CHUNK_TOKENS = 512
-
-
-class Position(NamedTuple):
-    """Where a sequence stands: root token [1] int64 and the hidden state before it [1, hidden]."""
-
-    root: Tensor
-    hidden: Tensor
 
 
 @dataclass(frozen=True)
@@ -73,79 +65,82 @@ class Engine:
         return TreeTensors.build(tree, self.target.device)
 
     @torch.inference_mode()
-    def prefill(
-        self, cache: KVTree, sequence: int, prompt: Tensor, config: GenerationConfig
-    ) -> Position:
-        """Read the prompt [T] int64 into ``sequence`` and decide the first token."""
+    def prefill(self, cache: KVTree, batch: Batch, prompt: Tensor, sampler: Sampler) -> None:
+        """Read the prompt [T] int64 into the one sequence of ``batch`` and decide its first token.
+
+        The KV tree's own count is advanced; the first token is ``batch.emitted[0, 0]``.
+        """
+        (sequence,) = batch.sequences
         for chunk in prompt.split(PREFILL_CHUNK_TOKENS):
             start, num_new = cache.length(sequence), len(chunk)
-            cache.reserve(sequence, num_new)
             output = self.target.forward(
                 chunk[None],
                 torch.arange(start, start + num_new, device=prompt.device)[None],
-                make_attention(self.kernels, cache, [sequence], num_new, None),
+                make_attention(self.kernels, cache, batch, num_new, None),
                 last_only=True,
             )
             cache.advance(sequence, num_new)
+            batch.lengths += num_new
         depths = torch.zeros(1, dtype=torch.int64, device=prompt.device)
-        position = depths[None] + cache.length(sequence)
-        root = choose_tokens(output.logits, position, depths, depths, config)
-        return Position(root[0], output.hidden[:, 0])
+        position = batch.lengths.to(torch.int64)[:, None]
+        batch.root.copy_(choose_tokens(output.logits, position, depths, sampler)[:, 0])
+        batch.hidden.copy_(output.hidden[:, 0])
+        batch.emitted[:, 0] = batch.root
+        batch.counts.fill_(1)
 
     @torch.inference_mode()
     def step(
         self,
         cache: KVTree,
-        sequence: int,
-        position: Position,
+        batch: Batch,
         tree: TreeTensors,
-        config: GenerationConfig,
-    ) -> tuple[Acceptance, Position]:
-        """One verified step: the accepted nodes are committed, the bonus token is the next root."""
-        tokens = self._draft(position, tree)
-        start, num_nodes = cache.length(sequence), tree.num_nodes
-        cache.reserve(sequence, num_nodes)
+        sampler: Sampler,
+        max_context: int | None = None,
+    ) -> None:
+        """One verified step for every sequence, in place.
+
+        The accepted nodes are committed, the bonus token is the next root, ``emitted`` and
+        ``counts`` hold the step's tokens. The KV tree's own counts are the caller's to advance.
+
+        Args:
+            cache: holds pages for ``tree.num_nodes`` more tokens in every sequence.
+            batch: where the sequences stand.
+            tree: the token tree.
+            sampler: how the target's tokens are chosen.
+            max_context: see `attention.make_attention`.
+        """
+        tokens = self._draft(batch, tree)
+        start = batch.lengths.to(torch.int64)[:, None]
         # Drafted nodes past the last position can never be kept; any valid position will do there.
-        positions = (tree.depths + start).clamp_(max=self.target.max_context - 1)
-        output = self.target.forward(
-            tokens,
-            positions[None],
-            make_attention(self.kernels, cache, [sequence], num_nodes, tree),
-            last_only=False,
-        )
-        levels = torch.arange(start + 1, start + 1 + tree.num_levels, device=tokens.device)
-        sequences = torch.zeros(1, dtype=torch.int64, device=tokens.device)
-        chosen = choose_tokens(output.logits, levels[None], tree.depths, sequences, config)
-        acceptance = accept(tokens, chosen, tree)
-        num_accepted = int(acceptance.num_accepted)
-        if num_accepted:
-            self._commit(cache, sequence, acceptance)
-        cache.advance(sequence, 1 + num_accepted)
-        hidden = output.hidden[:, acceptance.last_node[0]]
-        return acceptance, Position(acceptance.bonus, hidden)
-
-    def _draft(self, position: Position, tree: TreeTensors) -> Tensor:
-        """Tokens of the tree's nodes, [1, N]."""
-        if tree.num_nodes == 1 or self.heads is None:
-            return position.root[:, None]
-        drafted = self.heads.draft(
-            position.hidden,
-            position.root,
-            self.target.embedding,
-            self.target.output_layer,
-            tree.tree.top_k,
-        )
-        return tree.fill(position.root, drafted)
-
-    def _commit(self, cache: KVTree, sequence: int, acceptance: Acceptance) -> None:
-        device = cache.keys.device
+        positions = (start + tree.depths).clamp(max=self.target.max_context - 1)
+        attention = make_attention(self.kernels, cache, batch, tree.num_nodes, tree, max_context)
+        output = self.target.forward(tokens, positions, attention, last_only=False)
+        levels = start + 1 + tree.levels
+        chosen = choose_tokens(output.logits, levels, tree.depths, sampler)
+        outcome = accept(tokens, chosen, tree)
         commit(
             cache.keys,
             cache.values,
-            lengths=torch.tensor([cache.length(sequence)], dtype=torch.int32, device=device),
-            path_nodes=acceptance.path,
-            num_accepted=acceptance.num_accepted.to(torch.int32),
-            page_table=cache.page_table([sequence]),
+            lengths=batch.lengths,
+            path_nodes=outcome.path,
+            num_accepted=outcome.num_accepted.to(torch.int32),
+            page_table=batch.page_table,
             page_size=cache.page_size,
             capacity=cache.page_size,
         )
+        batch.root.copy_(outcome.bonus)
+        last = outcome.last_node[:, None, None].expand(-1, 1, output.hidden.shape[-1])
+        batch.hidden.copy_(output.hidden.gather(1, last)[:, 0])
+        batch.emitted[:, : tree.num_levels] = outcome.emitted
+        torch.add(outcome.num_accepted, 1, out=batch.counts)
+        batch.lengths += batch.counts
+
+    def _draft(self, batch: Batch, tree: TreeTensors) -> Tensor:
+        """Tokens of the tree's nodes, [B, N]."""
+        if tree.num_nodes == 1 or self.heads is None:
+            return batch.root[:, None]
+        target = self.target
+        drafted = self.heads.draft(
+            batch.hidden, batch.root, target.embedding, target.output_layer, tree.tree.top_k
+        )
+        return tree.fill(batch.root, drafted)

@@ -5,15 +5,27 @@ statistics and cache alike.
 """
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 
-from specdeft.config import GenerationConfig
+from specdeft.batch import Batch
 from specdeft.engine import Engine
 from specdeft.kv_tree import KVTree
 from specdeft.result import FinishReason, GenerationResult, GenerationStats
+from specdeft.sampling import Sampler
+from specdeft.stepping import Stepper
 from specdeft.text import TextAssembler
 from specdeft.tree_tensors import TreeTensors
+
+
+class RunState(NamedTuple):
+    """What a generation runs on: the KV tree with its one open sequence, and the step's tensors."""
+
+    cache: KVTree
+    batch: Batch
+    sampler: Sampler
+    stepper: Stepper
 
 
 class Generation:
@@ -26,10 +38,9 @@ class Generation:
     def __init__(
         self,
         engine: Engine,
-        cache: KVTree,
         prompt_ids: list[int],
         budget: int,
-        config: GenerationConfig,
+        state: RunState,
         *,
         trees: Callable[[int], TreeTensors],
         eos_ids: frozenset[int],
@@ -38,12 +49,11 @@ class Generation:
     ) -> None:
         self.result: GenerationResult | None = None
         self._engine = engine
-        self._cache = cache
         self._prompt_ids = prompt_ids
         self._budget = budget
-        self._config = config
+        self._state = state
         self._trees = trees
-        self._eos_ids = frozenset() if config.ignore_eos else eos_ids
+        self._eos_ids = eos_ids
         self._text = text
         self._clock = clock
         self._histogram: list[int] = []
@@ -51,26 +61,26 @@ class Generation:
         self._paused_s = 0.0
 
     def __iter__(self) -> Iterator[str]:
-        sequence = self._cache.open()
         try:
-            yield from self._run(sequence)
+            yield from self._run()
         finally:
-            self._cache.close(sequence)
+            self._state.stepper.finish()
+            self._state.cache.clear()
 
-    def _run(self, sequence: int) -> Iterator[str]:
-        engine, cache, config = self._engine, self._cache, self._config
-        prompt = torch.tensor(self._prompt_ids, dtype=torch.int64).to(engine.target.device)
+    def _run(self) -> Iterator[str]:
+        cache, batch, stepper = self._state.cache, self._state.batch, self._state.stepper
+        prompt = torch.tensor(self._prompt_ids, dtype=torch.int64).to(self._engine.target.device)
         began = self._clock()
-        position = engine.prefill(cache, sequence, prompt, config)
-        _, reason = self._keep([int(position.root)])
+        self._engine.prefill(cache, batch, prompt, self._state.sampler)
+        _, reason = self._keep([int(batch.root)])
         started = self._clock()
         yield from self._show()
         while reason is None:
-            tree = self._trees(self._budget - len(self._text.token_ids))
-            self._num_nodes = max(self._num_nodes, tree.num_nodes)
-            acceptance, position = engine.step(cache, sequence, position, tree, config)
-            emitted = acceptance.emitted[0, : 1 + int(acceptance.num_accepted)].tolist()
-            kept, reason = self._keep(emitted)
+            while stepper.num_pending <= stepper.lead:
+                tree = self._trees(self._budget - len(self._text.token_ids))
+                self._num_nodes = max(self._num_nodes, tree.num_nodes)
+                stepper.launch(tree)
+            kept, reason = self._keep(stepper.collect())
             self._count(kept)
             yield from self._show()
         decode_s = self._clock() - started - self._paused_s

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from specdeft.attention import make_attention
+from specdeft.batch import Batch
 from specdeft.config import GenerationConfig
 from specdeft.engine import PREFILL_CHUNK_TOKENS, Engine
-from specdeft.sampling import gumbel_noise, restrict
+from specdeft.sampling import gumbel_noise, noise_keys, restrict
 
 NEAR_TIE_ULP = 2.0
 
@@ -102,9 +103,9 @@ def distance_from_choice_ulp(
     logits = _forced_logits(engine, [*prompt_ids, *token_ids[:-1]], len(token_ids)).float()
     scores = logits
     if not config.is_greedy:
-        zero = torch.zeros(1, dtype=torch.int64, device=logits.device)
+        key = noise_keys(config.seed, torch.zeros(1, dtype=torch.int64)).to(logits.device)
         positions = torch.arange(len(token_ids), device=logits.device) + len(prompt_ids)
-        noise = gumbel_noise(config.seed, zero, positions[None], logits.shape[-1])[0]
+        noise = gumbel_noise(key, positions[None], logits.shape[-1])[0]
         scores = restrict(logits / config.temperature, config.top_k, config.top_p) + noise
     tokens = torch.tensor(token_ids, device=logits.device)[:, None]
     best, choice = scores.max(dim=-1)
@@ -119,14 +120,16 @@ def _forced_logits(engine: Engine, token_ids: list[int], num_last: int) -> Tenso
     device = engine.target.device
     cache = engine.new_cache(len(token_ids))
     sequence = cache.open()
+    cache.reserve(sequence, len(token_ids))
+    batch = Batch.empty(engine.target, cache, (sequence,), 1)
     rows: list[Tensor] = []
     for chunk in torch.tensor(token_ids, device=device).split(PREFILL_CHUNK_TOKENS):
         start, num_new = cache.length(sequence), len(chunk)
-        cache.reserve(sequence, num_new)
-        attention = make_attention(engine.kernels, cache, [sequence], num_new, None)
+        attention = make_attention(engine.kernels, cache, batch, num_new, None)
         positions = torch.arange(start, start + num_new, device=device)[None]
         output = engine.target.forward(chunk[None], positions, attention, last_only=False)
         cache.advance(sequence, num_new)
+        batch.lengths += num_new
         first_kept = len(token_ids) - num_last
         rows.append(output.logits[0, max(first_kept - start, 0) :])
     return torch.cat(rows)[-num_last:]

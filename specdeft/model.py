@@ -7,7 +7,8 @@ call and restored after it, so ``model.generate`` works at any time as if we wer
 """
 
 import inspect
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -18,6 +19,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from specdeft.kv_tree import KVShape
 
 ATTENTION_NAME = "specdeft"
+# Settings with which a causal LM does more after its output layer than return the logits.
+_LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 
 class LayerAttention(Protocol):
@@ -45,6 +48,16 @@ class TargetOutput(NamedTuple):
     hidden: Tensor
 
 
+class _Ambient(threading.local):
+    """Which attention the forward running in this thread uses (transformers has no other way that
+    also survives compilation: an object among the keywords would be traced)."""
+
+    attention: LayerAttention | None = None
+
+
+_ambient = _Ambient()
+
+
 def _attention(
     module: nn.Module,
     query: Tensor,
@@ -56,19 +69,49 @@ def _attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    specdeft_attention: LayerAttention | None = None,
     **_ignored: Any,
 ) -> tuple[Tensor, None]:
     """The function transformers calls in every layer: q [B, Hq, N, D], k and v [B, Hkv, N, D]."""
-    if specdeft_attention is None:
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    if torch.compiler.is_compiling():
+        return attend_op(q, k, v, s_aux, layer, scale, sliding_window, softcap), None
+    options = AttentionOptions(scale, sliding_window, softcap, s_aux)
+    return _current_attention().attend(layer, q, k, v, options), None
+
+
+@torch.library.custom_op("specdeft::attend", mutates_args=())
+def attend_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    layer: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """`LayerAttention.attend` of the running forward, as one opaque node of a compiled graph.
+
+    The pool it writes is touched by nothing else in the graph, so the write is not declared.
+    """
+    options = AttentionOptions(scale, window, softcap, sinks)
+    return _current_attention().attend(layer, q, k, v, options).contiguous()
+
+
+@attend_op.register_fake
+def _(q: Tensor, *_others: Any) -> Tensor:
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+
+
+def _current_attention() -> LayerAttention:
+    if _ambient.attention is None:
         raise RuntimeError(
             "the attention 'specdeft' was called outside a SpecDecoder: select 'sdpa' or 'eager' "
             "for this model"
         )
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    options = AttentionOptions(scale, sliding_window, softcap, s_aux)
-    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-    return specdeft_attention.attend(int(module.layer_idx), q, k, v, options), None  # type: ignore[arg-type]
+    return _ambient.attention
 
 
 class TargetModel:
@@ -91,6 +134,7 @@ class TargetModel:
         self.vocab_size: int = int(self.output_layer.weight.shape[0])
         self.hidden_size: int = int(self.config.hidden_size)
         self.max_context: int = int(getattr(self.config, "max_position_embeddings", 0) or 2**31 - 1)
+        self._compiled: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
         self._keeps_logits = "logits_to_keep" in inspect.signature(type(model).forward).parameters
 
     @property
@@ -115,31 +159,60 @@ class TargetModel:
             attention: stores the new keys and values and attends, layer by layer.
             last_only: return the last row's logits only (prefill).
         """
+        with self._our_attention(attention):
+            if self._compiled is not None and not last_only:
+                return TargetOutput(*self._compiled(input_ids, position_ids))
+            return self._tapped_forward(input_ids, position_ids, last_only)
+
+    def compile(self) -> None:
+        """Fuse the pointwise work of later tree forwards (torch.compile; seconds per tree size).
+
+        Raises:
+            ValueError: the model changes its logits after the output layer, which the compiled
+                form does not follow.
+        """
+        changed = [
+            name for name in _LOGIT_CHANGES if getattr(self.config, name, None) not in (None, 1.0)
+        ]
+        if changed:
+            raise ValueError(
+                f"{type(self.model).__name__} changes its logits after the output layer "
+                f"({', '.join(changed)}): use compile=False"
+            )
+        self._compiled = torch.compile(self._plain_forward, fullgraph=True, dynamic=False)
+
+    def _plain_forward(self, input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.model.base_model(
+            input_ids=input_ids, position_ids=position_ids, use_cache=False
+        ).last_hidden_state
+        return self.output_layer(hidden), hidden
+
+    def _tapped_forward(
+        self, input_ids: Tensor, position_ids: Tensor, last_only: bool
+    ) -> TargetOutput:
         keep = {"logits_to_keep": 1} if last_only and self._keeps_logits else {}
         hidden: list[Tensor] = []
-        with self._our_attention(), self._tapped(hidden):
+        with self._tapped(hidden):
             logits = self.model(
-                input_ids=input_ids,
-                position_ids=position_ids,
-                use_cache=False,
-                specdeft_attention=attention,
-                **keep,
+                input_ids=input_ids, position_ids=position_ids, use_cache=False, **keep
             ).logits
         if last_only:
             return TargetOutput(logits[:, -1:], hidden[0][:, -1:])
         return TargetOutput(logits, hidden[0])
 
     @contextmanager
-    def _our_attention(self) -> Iterator[None]:
+    def _our_attention(self, attention: LayerAttention) -> Iterator[None]:
         configs = {id(config): config for config in (self.model.config, self.config)}.values()
         before = [config._attn_implementation_internal for config in configs]
-        if ATTENTION_NAME in before:
+        if _ambient.attention is not None or ATTENTION_NAME in before:
             raise RuntimeError("a forward of this model is already running: decoders do not nest")
         try:
+            _ambient.attention = attention
             for config in configs:
                 config._attn_implementation_internal = ATTENTION_NAME
             yield
         finally:
+            _ambient.attention = None
             for config, implementation in zip(configs, before, strict=True):
                 config._attn_implementation_internal = implementation
 

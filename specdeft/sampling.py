@@ -8,6 +8,8 @@ Daliri et al., arXiv 2408.07978, with a counter-based generator). All functions 
 waits and of data-dependent shapes unless the logits are on the CPU.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -20,25 +22,63 @@ _MULTIPLIER_B = 0x846CA68B - 2**32
 _NUCLEUS_HEAD = 256
 
 
-def choose_tokens(
-    logits: Tensor, positions: Tensor, depths: Tensor, sequences: Tensor, config: GenerationConfig
-) -> Tensor:
+@dataclass(frozen=True)
+class SamplingRule:
+    """The part of a request that shapes the computation; seeds and temperatures are data."""
+
+    is_greedy: bool
+    top_k: int | None
+    top_p: float
+
+    @classmethod
+    def of(cls, config: GenerationConfig) -> "SamplingRule":
+        """The rule of a request."""
+        if config.is_greedy:
+            return cls(True, None, 1.0)
+        return cls(False, config.top_k, config.top_p)
+
+
+@dataclass(eq=False)
+class Sampler:
+    """A rule with its data on the device.
+
+    Attributes:
+        rule: greedy or not, and what is drawn among.
+        keys: [B] int32, from seed and sequence number: what the noise of a sequence is keyed by.
+        temperature: float32 scalar.
+    """
+
+    rule: SamplingRule
+    keys: Tensor
+    temperature: Tensor
+
+    @classmethod
+    def build(
+        cls, config: GenerationConfig, numbers: tuple[int, ...], device: torch.device
+    ) -> "Sampler":
+        """Args: the request, the sequences' numbers (0 for a single one), where the logits are."""
+        keys = noise_keys(config.seed, torch.tensor(numbers, dtype=torch.int64))
+        temperature = torch.tensor(config.temperature, dtype=torch.float32)
+        return cls(SamplingRule.of(config), keys.to(device), temperature.to(device))
+
+
+def choose_tokens(logits: Tensor, positions: Tensor, depths: Tensor, sampler: Sampler) -> Tensor:
     """The target's token after every tree node.
 
     Args:
         logits: [B, N, V], any float dtype.
         positions: [B, E] int64, the absolute position of the token drawn at depth e = 0..E-1.
         depths: [N] int64, the depth of each node: node n draws for ``positions[:, depths[n]]``.
-        sequences: [B] int64, the sequence numbers that key the noise.
-        config: temperature, top_k, top_p and seed.
+        sampler: the rule, the temperature and the noise keys.
 
     Returns:
         [B, N] int64 token ids.
     """
-    if config.is_greedy:
+    rule = sampler.rule
+    if rule.is_greedy:
         return logits.argmax(dim=-1)
-    scores = restrict(logits.float() / config.temperature, config.top_k, config.top_p)
-    noise = gumbel_noise(config.seed, sequences, positions, logits.shape[-1])
+    scores = restrict(logits.float() / sampler.temperature, rule.top_k, rule.top_p)
+    noise = gumbel_noise(sampler.keys, positions, logits.shape[-1])
     return scores.add_(noise.index_select(1, depths)).argmax(dim=-1)
 
 
@@ -77,12 +117,17 @@ def _floor_of(ordered: Tensor, mass: Tensor, top_p: float) -> Tensor:
     return ordered.gather(-1, last)
 
 
-def gumbel_noise(seed: int, sequences: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise [B, E, V] float32 for sequences [B] and positions [B, E] (int64)."""
-    key = _mix(torch.full_like(sequences, seed & 0x7FFFFFFF).to(torch.int32))
-    key = _mix(key ^ ((seed >> 31) & 0x7FFFFFFF))
-    key = _mix(key ^ sequences.to(torch.int32))[:, None]
-    key = _mix(key ^ positions.to(torch.int32))
+def noise_keys(seed: int, numbers: Tensor) -> Tensor:
+    """int32 [B] keys of a seed (0 .. 2**63 - 1) and sequence numbers (int64 [B])."""
+    low, high = seed & 0x7FFFFFFF, (seed >> 31) & 0x7FFFFFFF
+    key = _mix(torch.full_like(numbers, low).to(torch.int32))
+    key = _mix(key ^ high) ^ (seed >> 62)
+    return _mix(key ^ numbers.to(torch.int32))
+
+
+def gumbel_noise(keys: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """Standard Gumbel noise [B, E, V] float32 for keys int32 [B] and positions int64 [B, E]."""
+    key = _mix(keys[:, None] ^ positions.to(torch.int32))
     ids = torch.arange(vocab_size, dtype=torch.int32, device=positions.device)
     bits = _mix(_mix(ids) ^ key[..., None])
     # 24 bits fill a float32 exactly; the half keeps the uniform away from 0 and 1.

@@ -15,8 +15,10 @@ import torch
 import transformers
 
 import specdeft
+from specdeft.batch import Batch
 from specdeft.config import GenerationConfig
 from specdeft.engine import Engine
+from specdeft.sampling import Sampler
 from specdeft.trees.token_tree import TokenTree
 from specdeft.trees.tree_file import write_atomically
 from specdeft.user_cache import cache_root
@@ -36,22 +38,27 @@ def measure_step_ms(
         clock: seconds.
     """
     num_context = min(NUM_CONTEXT_TOKENS, engine.target.max_context // 2)
-    cache = engine.new_cache(num_context + max(trees))
+    capacity = num_context + max(trees)
+    cache = engine.new_cache(capacity)
+    sequence = cache.open()
+    cache.reserve(sequence, capacity)
+    batch = Batch.empty(
+        engine.target, cache, (sequence,), 1 + max(tree.max_depth for tree in trees.values())
+    )
+    sampler = Sampler.build(GenerationConfig(), (0,), engine.target.device)
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(engine.target.vocab_size, (num_context,), generator=generator)
-    config = GenerationConfig()
-    sequence = cache.open()
-    start = engine.prefill(cache, sequence, prompt.to(engine.target.device), config)
+    engine.prefill(cache, batch, prompt.to(engine.target.device), sampler)
     tensors = {size: engine.load_tree(tree) for size, tree in trees.items()}
     times_ms: dict[int, list[float]] = {size: [] for size in trees}
     for round_index in range(NUM_ROUNDS + 1):
         for size, tree in tensors.items():
+            batch.lengths.fill_(num_context)
             began = clock()
-            engine.step(cache, sequence, start, tree, config)
-            elapsed_ms = (clock() - began) * 1e3
-            cache.truncate(sequence, num_context)
+            engine.step(cache, batch, tree, sampler)
+            _tokens = batch.counts.tolist()  # waits for the step, as reading its tokens does
             if round_index:  # the first round warms up
-                times_ms[size].append(elapsed_ms)
+                times_ms[size].append((clock() - began) * 1e3)
     sizes = sorted(times_ms)
     medians = [statistics.median(times_ms[size]) for size in sizes]
     return dict(zip(sizes, isotonic(medians), strict=True))

@@ -21,6 +21,7 @@ class TreeTensors:
         path_nodes: [N, E] int64, entry d is the ancestor at depth d for d <= depths.
         draft_index: [N - 1] int64, where each drafted node's token stands in the flat
             [K * top_k] list of draft tokens.
+        levels: [E] int64, 0 .. E - 1.
     """
 
     tree: TokenTree
@@ -30,6 +31,7 @@ class TreeTensors:
     mask_words: Tensor
     path_nodes: Tensor
     draft_index: Tensor
+    levels: Tensor
 
     @classmethod
     def build(cls, tree: TokenTree, device: torch.device) -> "TreeTensors":
@@ -45,6 +47,7 @@ class TreeTensors:
             mask_words=tree.mask_words().to(device),
             path_nodes=tree.path_nodes().to(device),
             draft_index=((depths - 1) * max(tree.top_k, 1) + ranks)[1:].to(device),
+            levels=torch.arange(tree.max_depth + 1, device=device),
         )
 
     @property

@@ -6,15 +6,18 @@ import pytest
 import torch
 
 from specdeft.config import GenerationConfig
-from specdeft.sampling import choose_tokens, gumbel_noise, restrict
+from specdeft.sampling import Sampler, choose_tokens, gumbel_noise, noise_keys, restrict
 
 
 def choose(logits: torch.Tensor, positions: torch.Tensor, **settings: object) -> torch.Tensor:
     """One draw a position, as N nodes of one sequence at depths 0..N-1."""
     depths = torch.arange(len(positions))
-    zero = torch.zeros(1, dtype=torch.int64)
-    config = GenerationConfig(**settings)  # type: ignore[arg-type]
-    return choose_tokens(logits[None], positions[None], depths, zero, config)[0]
+    sampler = Sampler.build(GenerationConfig(**settings), (0,), torch.device("cpu"))  # type: ignore[arg-type]
+    return choose_tokens(logits[None], positions[None], depths, sampler)[0]
+
+
+def noise_of(seed: int, numbers: torch.Tensor, positions: torch.Tensor, size: int) -> torch.Tensor:
+    return gumbel_noise(noise_keys(seed, numbers), positions, size)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -27,19 +30,19 @@ def test_greedy_takes_the_lowest_id_on_a_tie(dtype: torch.dtype) -> None:
 def test_noise_is_a_function_of_its_key_alone() -> None:
     sequences = torch.tensor([0, 3])
     positions = torch.tensor([[4, 5, 9], [4, 7, 9]])
-    noise = gumbel_noise(11, sequences, positions, 64)
-    alone = gumbel_noise(11, torch.tensor([3]), torch.tensor([[7]]), 64)
+    noise = noise_of(11, sequences, positions, 64)
+    alone = noise_of(11, torch.tensor([3]), torch.tensor([[7]]), 64)
     assert torch.equal(noise[1, 1], alone[0, 0])
     # A prefix of the vocabulary gets the same noise: nothing depends on the shape.
-    assert torch.equal(noise[1, 1, :10], gumbel_noise(11, sequences, positions, 10)[1, 1])
-    rows = [*noise.flatten(0, 1), gumbel_noise(12, sequences, positions, 64)[0, 0]]
-    rows += [gumbel_noise(11 + 2**40, sequences, positions, 64)[0, 0]]
+    assert torch.equal(noise[1, 1, :10], noise_of(11, sequences, positions, 10)[1, 1])
+    rows = [*noise.flatten(0, 1), noise_of(12, sequences, positions, 64)[0, 0]]
+    rows += [noise_of(11 + 2**40, sequences, positions, 64)[0, 0]]
     distinct = {tuple(row.tolist()) for row in rows}
     assert len(distinct) == len(rows)
 
 
 def test_noise_has_the_moments_of_the_gumbel_law() -> None:
-    noise = gumbel_noise(0, torch.tensor([0]), torch.arange(20)[None], 49152).double()
+    noise = noise_of(0, torch.tensor([0]), torch.arange(20)[None], 49152).double()
     assert bool(noise.isfinite().all())
     # Mean = Euler's constant, variance = pi^2 / 6; 983,040 samples: 4 standard errors.
     assert abs(noise.mean().item() - 0.5772156649) < 4 * math.sqrt(1.6449 / noise.numel())

@@ -1,0 +1,71 @@
+"""What a running step reads and writes: static tensors on the device, one set per generation.
+
+The lengths live here, on the device, so that a step can be replayed from a CUDA graph without the
+host knowing them; the KV tree's own counts follow when the host has read what was emitted.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdeft.kv_tree import KVTree
+from specdeft.model import TargetModel
+
+
+@dataclass(eq=False)
+class Batch:
+    """B sequences between two steps; every tensor keeps its storage for the whole generation.
+
+    Attributes:
+        sequences: the B sequences of the KV tree.
+        root: [B] int64, the token decided last, not yet in the cache.
+        hidden: [B, hidden], the hidden state that decided it.
+        lengths: [B] int32, committed tokens.
+        page_table: [B, P] int32, pages that hold every position the generation can reach.
+        emitted: [B, E] int64 and counts: [B] int64, tokens of the last step: the first counts[b]
+            entries of row b.
+    """
+
+    sequences: tuple[int, ...]
+    root: Tensor
+    hidden: Tensor
+    lengths: Tensor
+    page_table: Tensor
+    emitted: Tensor
+    counts: Tensor
+
+    @classmethod
+    def empty(
+        cls, target: TargetModel, cache: KVTree, sequences: tuple[int, ...], num_levels: int
+    ) -> "Batch":
+        """Buffers for sequences whose pages are reserved, before their prefill.
+
+        Args:
+            target: whose device and sizes they have.
+            cache: the KV tree.
+            sequences: B sequences of it.
+            num_levels: most tokens a step can emit (E).
+        """
+        device, count = target.device, len(sequences)
+        return cls(
+            sequences=sequences,
+            root=torch.zeros(count, dtype=torch.int64, device=device),
+            hidden=torch.zeros(count, target.hidden_size, dtype=target.dtype, device=device),
+            lengths=torch.zeros(count, dtype=torch.int32, device=device),
+            page_table=cache.page_table(list(sequences)),
+            emitted=torch.zeros(count, num_levels, dtype=torch.int64, device=device),
+            counts=torch.zeros(count, dtype=torch.int64, device=device),
+        )
+
+    @property
+    def size(self) -> int:
+        """B."""
+        return len(self.sequences)
+
+    def slots(self, num_new: int, page_size: int) -> Tensor:
+        """int64 [B * num_new] pool slots of the tokens after the committed ones."""
+        new = torch.arange(num_new, device=self.lengths.device)
+        position = self.lengths.to(torch.int64)[:, None] + new
+        page = self.page_table.to(torch.int64).gather(1, position // page_size)
+        return (page * page_size + position % page_size).flatten()
