@@ -1,0 +1,100 @@
+"""Which tiles, how many splits: the fixed choices of a launch, from shapes and SM count alone.
+
+Nothing here reads a length from the device: a grid is fixed by `max_context`, and the kernel
+spreads whatever length it finds over the splits it has (`deft_flatten`). Pure Python, no triton.
+
+Row tile: the fewest of 16, 32, 64 that hold the R = N * G rows of a KV head, else 64: from 64 rows
+up Triton emits wgmma, and two 64-row programs on an SM overlap each other's softmax and matrix work
+better than one of 128 (measured, docs/tuning-attention.md).
+
+Splits: enough programs to fill the device once, no second small wave, no split shorter than
+`MIN_BLOCKS` inner steps, weighed against the partials that every further split writes and reads.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+MIN_BLOCKS = 2  # inner steps below which a split costs more than it spreads
+INTERPRETED_SMS = 8  # a CPU has none: the interpreter runs programs one by one
+MAX_SPLITS = 128
+
+
+class TileShape(NamedTuple):
+    """Tile of one program: ROWS queries x heads, BLOCK tokens a step; its warps and pipeline."""
+
+    rows: int
+    block: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+
+
+class LaunchShape(NamedTuple):
+    """A launch for B sequences of N nodes: tiles, splits, and the sizes of the partials."""
+
+    tile: TileShape
+    num_row_tiles: int
+    num_splits: int
+    num_rows: int
+
+
+@lru_cache(maxsize=512)
+def launch_shape(
+    *,
+    batch: int,
+    num_nodes: int,
+    query_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    max_tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> LaunchShape:
+    """Choose for at most max_tokens = max_context + N tokens per sequence."""
+    num_rows = num_nodes * (query_heads // kv_heads)
+    tile = tile_shape(num_rows, head_dim, dtype)
+    num_row_tiles = math.ceil(num_rows / tile.rows)
+    blocks = max(1, math.ceil(max_tokens / tile.block))
+    units = batch * kv_heads * num_row_tiles
+    slots = sm_count(device) * tile.programs_per_sm
+    return LaunchShape(tile, num_row_tiles, choose_splits(units, blocks, slots, tile), num_rows)
+
+
+def tile_shape(num_rows: int, head_dim: int, dtype: torch.dtype) -> TileShape:
+    """Tile by regime of R = N * G rows; measured on an H200 for 16-bit types."""
+    if dtype == torch.float32:  # no matrix units: operands live in registers, more would spill
+        return TileShape(16, 32 if head_dim <= 128 else 16, 8, 2, 2)
+    rows = next((size for size in (16, 32) if num_rows <= size), 64)
+    if head_dim > 128:
+        return TileShape(rows, 32 if rows < 64 else 64, 4 if rows < 64 else 8, 2, 1)
+    return TileShape(rows, 64, 4, 4 if rows < 64 else 3, 2)
+
+
+def choose_splits(units: int, blocks: int, slots: int, tile: TileShape) -> int:
+    """Splits with the least estimated time: waves of programs, then the partials' traffic."""
+    most = max(1, min(blocks // MIN_BLOCKS, MAX_SPLITS, 2 * slots // units + 1))
+
+    def cost(splits: int) -> float:
+        waves = math.ceil(units * splits / slots)
+        steps = waves * (math.ceil(blocks / splits) + 2)  # 2 steps of ramp and epilogue
+        if splits == 1:
+            return float(steps)
+        # A partial of fp32 [rows, D], written and read, against a step's [block, D] x K, V in 16
+        # bits: rows * 8 / (block * 4) steps of traffic each, spread over all programs.
+        partials = 2 * tile.rows / tile.block * units * splits / slots
+        return steps + partials + 2
+
+    return min(range(1, most + 1), key=cost)
+
+
+@lru_cache(maxsize=16)
+def sm_count(device: torch.device) -> int:
+    """Multiprocessors of the device; a token number where kernels are interpreted."""
+    if device.type != "cuda":
+        return INTERPRETED_SMS
+    return torch.cuda.get_device_properties(device).multi_processor_count
