@@ -1,7 +1,7 @@
 """The speculation kernel against float64: in Triton's interpreter here, natively on a GPU.
 
-Pools are NaN wherever no token of a sequence stands (page tails included), fresh scratch is poisoned by
-the suite, and pages are shuffled; a read outside the plan turns the result into NaN.
+Pools are NaN wherever no token of a sequence stands (page tails included), fresh scratch is
+poisoned by the suite, and pages are shuffled; a read outside the plan turns the result into NaN.
 """
 
 from typing import Any
@@ -98,10 +98,10 @@ class Case:
             visible = tree_visibility(
                 self.ancestors, length, depths=self.depths, window=self.options.get("window")
             )
-            arguments = (self.q[row], *self.rows[row], visible)
-            kwargs = {"scale": self.dim**-0.5, **options}
-            exact, exact_lse = tree_attention_reference(*arguments, **kwargs)
-            dense, dense_lse = tree_attention_reference(*arguments, **kwargs, dtype=self.q.dtype)
+            kwargs: dict[str, Any] = {"visible": visible, "scale": self.dim**-0.5, **options}
+            kwargs |= {"q": self.q[row], "k": self.rows[row][0], "v": self.rows[row][1]}
+            exact, exact_lse = tree_attention_reference(**kwargs)
+            dense, dense_lse = tree_attention_reference(**kwargs, dtype=self.q.dtype)
             limit = allowed_error(dense, exact, self.q.dtype)
             assert relative_error(out[row], exact) <= limit
             limit = allowed_error(dense_lse, exact_lse, torch.float32)
@@ -134,7 +134,7 @@ def test_chain_star_and_root_alone(parents: list[int]) -> None:
 
 def test_bit_63_alone_decides() -> None:
     """Node 64 hangs below node 63 only through bit 63 of its first word."""
-    parents = star_parents(64) + [63]
+    parents = [*star_parents(64), 63]
     case = Case([0], parents)
     word = mask_words_from_ancestors(case.ancestors)[64, 0]
     assert word < 0
@@ -206,9 +206,8 @@ def test_a_tree_per_sequence() -> None:
     out, _ = case.run(mask_words=words.to(DEVICE))
     for row, ancestors in enumerate((case.ancestors, other)):
         visible = tree_visibility(ancestors, case.lengths[row])
-        exact, _ = tree_attention_reference(
-            case.q[row], *case.rows[row], visible, scale=case.dim**-0.5
-        )
+        k, v = case.rows[row]
+        exact, _ = tree_attention_reference(case.q[row], k, v, visible, scale=case.dim**-0.5)
         assert relative_error(out[row], exact) < 1e-6
 
 
