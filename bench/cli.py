@@ -1,0 +1,43 @@
+"""`specdeft bench COMMAND`: each command is imported when it is run."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+
+from specdeft.bench.report import FORMATS, Finished
+
+_COMMANDS = {
+    "identity": "is the text that of plain decoding, token for token",
+    "acceptance": "tokens a step (tau), by depth and rank, with repeats beside it",
+    "latency": "time to first token, per token and end to end, beside plain decoding",
+}
+
+Command = Callable[[Sequence[str]], Finished]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one command and print its report.
+
+    Returns:
+        0, or 1 where a check failed.
+
+    Raises:
+        ValueError: bad input; nothing was measured.
+    """
+    parser = argparse.ArgumentParser(
+        prog="specdeft bench",
+        description="Measure speculative decoding on this machine: in one process, with the same "
+        "weights, beside plain decoding and transformers generate.",
+        epilog="specdeft bench COMMAND --help explains a command. Start with: "
+        "specdeft bench latency --num-prompts 4",
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, summary in _COMMANDS.items():
+        commands.add_parser(name, help=summary, add_help=False)
+    known, _rest = parser.parse_known_args(list(arguments[:1]))
+    run: Command = import_module(f"specdeft.bench.{known.command}").main
+    finished = run(arguments[1:])
+    sys.stdout.write(FORMATS[finished.output](finished.report))
+    sys.stdout.flush()
+    return finished.exit_code

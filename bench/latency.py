@@ -1,0 +1,381 @@
+"""`specdeft bench latency`: what a user waits, beside plain decoding and transformers generate.
+
+All rows run in one process on the same weights, dtype and threads, in the order A B .. B A over the
+repetitions of every prompt, so that a slow moment of the machine falls on all of them. A row's text
+is judged before its speed is believed: one that is not plain decoding's text gets no speed.
+"""
+
+import argparse
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from specdeft.bench.gate import Verdict, judge
+from specdeft.bench.manifest import describe_run
+from specdeft.bench.metrics import (
+    Run,
+    acceptance,
+    latency,
+    repeat_rate_pooled,
+    speedup,
+    speedup_end_to_end,
+)
+from specdeft.bench.report import Finished, Report, Table
+from specdeft.bench.rows import TRANSFORMERS, DecoderRow, Row, make_rows
+from specdeft.bench.run_folder import RunFolder
+from specdeft.bench.workbench import (
+    PLAIN,
+    Task,
+    Workbench,
+    add_options,
+    load,
+    parse_temperatures,
+    parse_trees,
+    progress,
+    settings_of,
+)
+from specdeft.config import GenerationConfig
+
+_WARM_UP_TOKENS = 16
+Judge = Callable[[Sequence[int], tuple[int, ...], tuple[int, ...]], Verdict]
+_TIMES = ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's options."""
+    options = argparse.ArgumentParser(
+        prog="specdeft bench latency",
+        description="Time to first token, per token, between emissions and end to end; ratios to "
+        "plain decoding and to transformers generate, paired by prompt.",
+        epilog="Example: specdeft bench latency --dtype bfloat16 --trees auto,16 --num-prompts 10",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    options.add_argument("--trees", default="auto", help="names, sizes or files, commas")
+    options.add_argument("--temperature", default="0", help="0 is greedy")
+    options.add_argument("-r", "--repetitions", type=int, default=5, metavar="N")
+    options.add_argument("--no-warmup", action="store_true", help="time the first calls as well")
+    options.add_argument(
+        "--no-transformers", action="store_true", help="leave out transformers generate"
+    )
+    options.add_argument(
+        "--lossy", action="store_true", help="print the speed of rows whose text differs, marked"
+    )
+    add_options(options, num_prompts=10, max_new_tokens=128)
+    return options
+
+
+@dataclass
+class RowResult:
+    """What was measured of one row.
+
+    Attributes:
+        name, is_ours: the row's.
+        cold_start_s: its first call in this process, which warms it up; None without warm-up.
+        runs: [prompt][repetition].
+        verdicts: of each prompt's first repetition, against plain decoding.
+        problems: why its figures are not to be believed, a clause each.
+    """
+
+    name: str
+    is_ours: bool
+    cold_start_s: float | None = None
+    runs: list[list[Run]] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def all_runs(self) -> list[Run]:
+        """Of all prompts and repetitions."""
+        return [run for runs in self.runs for run in runs]
+
+    @property
+    def num_identical(self) -> int:
+        """Prompts whose text is plain decoding's, id by id."""
+        return sum(verdict.identical for verdict in self.verdicts)
+
+    @property
+    def num_passed(self) -> int:
+        """Prompts whose text passes the gate."""
+        return sum(verdict.passed for verdict in self.verdicts)
+
+    @property
+    def has_speed(self) -> bool:
+        """Whether its speed is printed. transformers is the yardstick, not a claim of ours."""
+        return not self.problems and (not self.is_ours or self.num_passed == len(self.verdicts))
+
+
+def main(arguments: Sequence[str]) -> Finished:
+    """Run the command; the exit code is 1 where a row of ours fails the gate."""
+    options = parser().parse_args(arguments)
+    trees = parse_trees(options.trees)
+    temperatures = parse_temperatures(options.temperature)
+    if len(temperatures) != 1:
+        raise ValueError("latency is measured at one temperature a run: give one number")
+    if options.repetitions < 1:
+        raise ValueError(f"repetitions is {options.repetitions}: give at least 1")
+    task = Task.from_options(options)
+    config = replace(task.config, temperature=temperatures[0])
+    bench = load(options)
+    with_transformers = config.is_greedy and not options.no_transformers
+    rows = make_rows(trees, bench, transformers=with_transformers)
+    plain = next(row for row in rows if isinstance(row, DecoderRow))
+    encoded = bench.encode(task.prompts, config, options.raw)
+    manifest = describe_run(
+        plain.decoder, task.prompts, ["bench", "latency", *arguments], settings_of(options)
+    )
+    with task.folder as folder:
+        folder.open(manifest)
+        measured = measure(
+            rows,
+            bench,
+            config,
+            {prompt.id: ids for prompt, ids in zip(task.prompts.prompts, encoded, strict=True)},
+            folder,
+            repetitions=options.repetitions,
+            warm_up=not options.no_warmup,
+            judge_text=partial(judge, plain.decoder.engine, config=config),
+        )
+        reports = [row.decoder.tree_report for row in rows if isinstance(row, DecoderRow)]
+        report = make_report(measured, manifest, reports, lossy=options.lossy)
+        folder.save(report)
+    failed = any(row.is_ours and not row.has_speed for row in measured)
+    return Finished(report, options.output, int(failed))
+
+
+def measure(
+    rows: Sequence[Row],
+    bench: Workbench,
+    config: GenerationConfig,
+    encoded: dict[str, list[int]],
+    folder: RunFolder,
+    *,
+    repetitions: int,
+    warm_up: bool,
+    judge_text: Judge,
+) -> list[RowResult]:
+    """Time every row on every prompt; what the folder holds is not run again.
+
+    Args:
+        rows: what is timed; one is called "plain".
+        encoded: the prompts' ids by prompt id.
+        judge_text: compares a row's ids with plain decoding's, for one prompt.
+    """
+    results = [RowResult(row.name, row.is_ours) for row in rows]
+    with progress(len(encoded) * repetitions * len(rows), "latency") as done:
+        if warm_up:
+            _warm_up(rows, results, bench, config, next(iter(encoded.values())))
+        for prompt_id, ids in encoded.items():
+            for result in results:
+                result.runs.append([])
+            for repetition in range(repetitions):
+                pairs = list(zip(rows, results, strict=True))
+                for row, result in pairs if repetition % 2 == 0 else reversed(pairs):
+                    run = _recorded(folder, row, config, prompt_id, ids, repetition)
+                    result.runs[-1].append(run)
+                    done()
+            _judge_prompt(results, bench, config, prompt_id, ids, judge_text, folder)
+    return results
+
+
+def _warm_up(
+    rows: Sequence[Row],
+    results: Sequence[RowResult],
+    bench: Workbench,
+    config: GenerationConfig,
+    ids: Sequence[int],
+) -> None:
+    short = replace(
+        config, max_new_tokens=min(config.max_new_tokens or _WARM_UP_TOKENS, _WARM_UP_TOKENS)
+    )
+    for row, result in zip(rows, results, strict=True):
+        began = bench.clock()
+        row.run(ids, short)
+        result.cold_start_s = bench.clock() - began
+        row.run(ids, short)
+
+
+def _recorded(
+    folder: RunFolder,
+    row: Row,
+    config: GenerationConfig,
+    prompt_id: str,
+    ids: Sequence[int],
+    repetition: int,
+) -> Run:
+    key = f"{row.name}|{prompt_id}|{repetition}"
+    record = folder.get(key)
+    if record is None:
+        record = row.run(ids, config).to_dict()
+        folder.put(key, record)
+    return Run.from_dict(record)
+
+
+def _judge_prompt(
+    results: Sequence[RowResult],
+    bench: Workbench,
+    config: GenerationConfig,
+    prompt_id: str,
+    ids: Sequence[int],
+    judge_text: Judge,
+    folder: RunFolder,
+) -> None:
+    """The gate for one prompt: the counts are right, the text is repeatable and plain's."""
+    plain_ids = next(row for row in results if row.name == PLAIN).runs[-1][0].token_ids
+    eos_ids = frozenset[int]() if config.ignore_eos else bench.eos_ids()
+    for result in results:
+        runs = result.runs[-1]
+        problem = runs[0].check(config.max_new_tokens, eos_ids)
+        if any(run.token_ids != runs[0].token_ids for run in runs):
+            problem = "its repetitions give different texts"
+        if problem:
+            result.problems.append(f"prompt {prompt_id}: {problem}")
+        key = f"verdict|{result.name}|{prompt_id}"
+        record = folder.get(key)
+        if record is None:
+            record = asdict(judge_text(ids, runs[0].token_ids, plain_ids))
+            folder.put(key, record)
+        result.verdicts.append(Verdict(**record))
+
+
+def figures(
+    result: RowResult, baselines: dict[str, RowResult], seed: int, *, lossy: bool
+) -> dict[str, Any]:
+    """Everything about one row by metric name; speeds only if they may be shown."""
+    runs = result.all_runs
+    shown = result.has_speed or lossy
+    known: dict[str, Any] = {
+        "row": result.name,
+        "num_nodes": max(run.num_nodes for run in runs),
+        "has_speed": result.has_speed,
+        "lossy": not result.has_speed,
+        "identical_prompts": result.num_identical,
+        "passed_prompts": result.num_passed,
+        "num_prompts": len(result.verdicts),
+        "problems": result.problems,
+        "cold_start_s": result.cold_start_s,
+        "mean_acceptance_length": acceptance(runs)["mean_acceptance_length"],
+        "repeat_rate": repeat_rate_pooled([runs[0] for runs in result.runs]),
+        "num_output_tokens": sum(len(runs[0].token_ids) for runs in result.runs),
+    }
+    if shown:
+        known |= latency(runs)
+        known["median_tokens_per_second"] = _median_tokens_per_second(result)
+        for name, baseline in baselines.items():
+            decode = speedup(baseline.runs, result.runs, seed)
+            known[f"speedup_over_{name}"] = decode.to_dict() if decode else None
+            whole = speedup_end_to_end(baseline.runs, result.runs, seed)
+            known[f"speedup_end_to_end_over_{name}"] = whole.to_dict()
+    return known
+
+
+def _median_tokens_per_second(result: RowResult) -> float:
+    """Over prompts, of the median over repetitions; end to end."""
+    return statistics.median(
+        statistics.median(len(run.token_ids) / run.e2e_s for run in runs) for runs in result.runs
+    )
+
+
+def make_report(
+    measured: Sequence[RowResult],
+    manifest: dict[str, Any],
+    tree_reports: Sequence[str],
+    *,
+    lossy: bool,
+) -> Report:
+    """The main table with the ratios, then the percentiles of every time."""
+    baselines = {
+        row.name: row for row in measured if row.name in (PLAIN, TRANSFORMERS) and row.runs
+    }
+    settings = manifest["settings"]
+    found = [figures(row, baselines, settings["seed"], lossy=lossy) for row in measured]
+    remarks = [
+        f"{row.name}: no speed, {_why(row)}" if not lossy else f"{row.name}: LOSSY, {_why(row)}"
+        for row in measured
+        if not row.has_speed
+    ]
+    remarks += [
+        f"{row.name}: {row.num_passed} of {len(row.verdicts)} texts are plain decoding's but for "
+        f"near ties, {row.num_identical} of them exactly"
+        for row in measured
+        if row.num_identical < len(row.verdicts) and row.has_speed
+    ]
+    return Report(
+        title=f"Latency, {manifest['dtype']}, {manifest['device']}",
+        notes=(
+            manifest["prompts"]["rule"],
+            f"up to {settings['max_new_tokens']} new tokens a prompt, "
+            f"{settings['repetitions']} repetitions in the order A B .. B A, "
+            f"{'no warm-up' if settings['no_warmup'] else 'warmed up'}, "
+            f"T = {settings['temperature']}, {manifest['machine']['threads']} threads",
+            "ratios: time per token after the first (decode) or in all (whole), median over "
+            "prompts of the ratio of medians over repetitions, with its 95 % bootstrap interval",
+            *(report for report in dict.fromkeys(tree_reports) if report),
+        ),
+        tables=(_main_table(found, list(baselines)), _times_table(found)),
+        remarks=tuple(remarks),
+        data={"manifest": manifest, "rows": found},
+    )
+
+
+def _why(row: RowResult) -> str:
+    if row.problems:
+        return row.problems[0]
+    index = next(i for i, verdict in enumerate(row.verdicts) if not verdict.passed)
+    verdict = row.verdicts[index]
+    return f"the text of {len(row.verdicts) - row.num_passed} prompts is not plain decoding's: " + (
+        verdict.describe(len(row.runs[index][0].token_ids))
+    )
+
+
+def _main_table(found: Sequence[dict[str, Any]], baselines: Sequence[str]) -> Table:
+    columns = ["row", "nodes", "tau", "tokens/s", "ttft ms", "tpot ms", "p99 gap ms"]
+    for name in baselines:
+        columns += [f"x {name} (decode)", f"x {name} (whole)"]
+    columns += ["identical", "cold start s"]
+    return Table("Latency", tuple(columns), tuple(_main_row(row, baselines) for row in found))
+
+
+def _main_row(
+    figure: dict[str, Any], baselines: Sequence[str]
+) -> tuple[str | int | float | None, ...]:
+    def of(name: str, statistic: str) -> float | None:
+        known = figure.get(name)
+        return known[statistic] if known else None
+
+    ratios = [
+        _ratio(figure.get(f"{kind}_over_{name}"), figure["row"] == name)
+        for name in baselines
+        for kind in ("speedup", "speedup_end_to_end")
+    ]
+    marked = f"{figure['row']} (lossy)" if figure["lossy"] else figure["row"]
+    return (
+        marked,
+        figure["num_nodes"],
+        figure["mean_acceptance_length"],
+        figure.get("median_tokens_per_second"),
+        of("ttft_ms", "median"),
+        of("tpot_ms", "median"),
+        of("itl_ms", "p99"),
+        *ratios,
+        f"{figure['identical_prompts']}/{figure['num_prompts']}",
+        figure["cold_start_s"],
+    )
+
+
+def _ratio(known: dict[str, Any] | None, is_itself: bool) -> str | None:
+    if known is None or is_itself:
+        return None
+    return f"{known['median']:.2f} [{known['low']:.2f}, {known['high']:.2f}]"
+
+
+def _times_table(found: Sequence[dict[str, Any]]) -> Table:
+    statistics_shown = ("mean", "std", "p50", "p90", "p95", "p99")
+    rows = [
+        (figure["row"], name, *(figure[name][statistic] for statistic in statistics_shown))
+        for figure in found
+        for name in _TIMES
+        if figure.get(name)
+    ]
+    return Table("Times", ("row", "time", *statistics_shown), tuple(rows))

@@ -1,0 +1,122 @@
+"""What a run was: enough to repeat it, and to refuse to mix it with another."""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import specdeft
+from specdeft.bench.prompt_set import PromptSet
+from specdeft.decoder import SpecDecoder
+
+_PACKAGES = ("torch", "transformers", "triton")
+_SOURCE = Path(__file__).resolve().parent
+
+
+def describe_run(
+    decoder: SpecDecoder, prompts: PromptSet, command: Sequence[str], settings: dict[str, Any]
+) -> dict[str, Any]:
+    """The manifest.
+
+    Args:
+        decoder: any decoder of the run; they share model, dtype and device.
+        prompts: what it is measured on.
+        command: the arguments after ``specdeft``.
+        settings: what must agree for two parts of a run to be the same run.
+    """
+    return {
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": ["specdeft", *command],
+        "settings": settings,
+        "prompts": {
+            "source": prompts.name,
+            "sha256": prompts.sha256,
+            "rule": prompts.rule,
+            "ids": [prompt.id for prompt in prompts.prompts],
+        },
+        "versions": versions(),
+        "git": git_state(),
+        "device": decoder.device_name,
+        "dtype": decoder.dtype_name,
+        "machine": machine(decoder.device),
+    }
+
+
+def fingerprint(manifest: dict[str, Any]) -> dict[str, Any]:
+    """The part that two halves of one run must share."""
+    keys = ("settings", "prompts", "versions", "device", "dtype")
+    return {key: manifest[key] for key in keys}
+
+
+def versions() -> dict[str, str | None]:
+    """Of everything that decides a result; None is not installed."""
+    found: dict[str, str | None] = {
+        "specdeft": specdeft.__version__,
+        "python": platform.python_version(),
+    }
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def git_state() -> dict[str, Any] | None:
+    """The checkout's commit and whether files differ from it; None outside a checkout."""
+    commit = _output("git", "-C", str(_SOURCE), "rev-parse", "HEAD")
+    changes = _output("git", "-C", str(_SOURCE), "status", "--porcelain", "--untracked-files=no")
+    return None if commit is None else {"commit": commit, "modified": bool(changes)}
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """The hardware a run sees; no host name."""
+    known: dict[str, Any] = {
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": _cpu_name(),
+        "cpus": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
+    if device.type == "cuda":
+        fields = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit,memory.total"
+        known["gpu"] = torch.cuda.get_device_name(device)
+        known["cuda"] = torch.version.cuda
+        known["nvidia_smi"] = _output(
+            "nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"
+        )
+    return known
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or "unknown"
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or "unknown")
+
+
+def _output(*command: str) -> str | None:
+    """A short command's output; None where there is no such command or it fails."""
+    if shutil.which(command[0]) is None:
+        return None
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def command_line() -> list[str]:
+    """The arguments this process was started with."""
+    return sys.argv[1:]

@@ -1,0 +1,141 @@
+"""Results as text: a table for people, Markdown, CSV, or JSON."""
+
+import csv
+import io
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+Cell = str | int | float | None
+MISSING = "-"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under named columns; numbers stand right, text left."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+    def __post_init__(self) -> None:
+        if any(len(row) != len(self.columns) for row in self.rows):
+            raise ValueError(f"a row of {self.title!r} has not {len(self.columns)} cells")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a command found.
+
+    Attributes:
+        title: one line.
+        notes: how it was measured, a sentence each.
+        tables: the figures; the first is the main one.
+        remarks: what to know about the figures, a sentence each (differences, losses, warnings).
+        data: everything, for programs: the manifest and the metrics by name.
+    """
+
+    title: str
+    notes: tuple[str, ...]
+    tables: tuple[Table, ...]
+    remarks: tuple[str, ...] = ()
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+class Finished(NamedTuple):
+    """What a command hands back: its report, the format asked for, and the exit code."""
+
+    report: Report
+    output: str
+    exit_code: int = 0
+
+
+def as_text(report: Report) -> str:
+    """Plain text with aligned columns."""
+    parts = ["\n".join([report.title, *(f"  {note}" for note in report.notes)])]
+    parts += [_text_table(table) for table in report.tables]
+    if report.remarks:
+        parts.append("\n".join(report.remarks))
+    return "\n\n".join(parts) + "\n"
+
+
+def as_markdown(report: Report) -> str:
+    """Markdown with a table for each table."""
+    parts = [f"# {report.title}", "\n".join(f"- {note}" for note in report.notes)]
+    for table in report.tables:
+        parts += [f"## {table.title}", _markdown_table(table)]
+    if report.remarks:
+        parts += ["## Remarks", "\n".join(f"- {remark}" for remark in report.remarks)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def as_csv(report: Report) -> str:
+    """The main table, its numbers unrounded."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(report.tables[0].columns)
+    writer.writerows(
+        ["" if cell is None else cell for cell in row] for row in report.tables[0].rows
+    )
+    return out.getvalue()
+
+
+def as_json(report: Report) -> str:
+    """One document with all the data."""
+    return json.dumps(report.data, indent=1) + "\n"
+
+
+def as_jsonl(report: Report) -> str:
+    """The main table, an object a line, its numbers unrounded."""
+    table = report.tables[0]
+    objects = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+    return "".join(json.dumps(entry) + "\n" for entry in objects)
+
+
+FORMATS: dict[str, Callable[[Report], str]] = {
+    "table": as_text,
+    "md": as_markdown,
+    "csv": as_csv,
+    "json": as_json,
+    "jsonl": as_jsonl,
+}
+
+
+def show(cell: Cell) -> str:
+    """A cell for people: three significant digits where that is a fraction."""
+    if cell is None:
+        return MISSING
+    if isinstance(cell, float):
+        digits = 3 if abs(cell) < 1 else 2 if abs(cell) < 100 else 0
+        return f"{cell:.{digits}f}"
+    return str(cell)
+
+
+def _is_right(table: Table, column: int) -> bool:
+    cells = [row[column] for row in table.rows if row[column] is not None]
+    return bool(cells) and all(isinstance(cell, int | float) for cell in cells)
+
+
+def _text_table(table: Table) -> str:
+    lines = [list(table.columns), *([show(cell) for cell in row] for row in table.rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(table.columns))]
+    right = [_is_right(table, column) for column in range(len(table.columns))]
+    lines.insert(1, ["-" * width for width in widths])
+    text = [
+        "  ".join(
+            cell.rjust(width) if is_right else cell.ljust(width)
+            for cell, width, is_right in zip(line, widths, right, strict=True)
+        ).rstrip()
+        for line in lines
+    ]
+    return "\n".join([table.title, *text])
+
+
+def _markdown_table(table: Table) -> str:
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+    marks = ["---:" if _is_right(table, column) else "---" for column in range(len(table.columns))]
+    rows = [line([show(cell) for cell in row]) for row in table.rows]
+    return "\n".join([line(table.columns), line(marks), *rows])

@@ -1,0 +1,227 @@
+"""One model with its heads, loaded once, and the decoders that are measured on it."""
+
+import argparse
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from specdeft.bench.prompt_set import BUILTIN, BenchPrompt, PromptSet, load_prompts
+from specdeft.bench.report import FORMATS
+from specdeft.bench.run_folder import RunFolder
+from specdeft.config import GenerationConfig
+from specdeft.decoder import SpecDecoder
+from specdeft.default_model import DEFAULT_MODELS
+from specdeft.heads.medusa import MedusaHeads
+from specdeft.loading import load_heads, load_target
+from specdeft.prompt import encode_prompt
+from specdeft.tree_choice import TreeRequest
+from specdeft.trees.search import ValuedPaths
+from specdeft.trees.token_tree import TokenTree
+
+Clock = Callable[[], float]
+PLAIN = "plain"
+
+
+@dataclass(frozen=True)
+class Workbench:
+    """What every decoder of a run shares: the same weights, heads, kernels and clock."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    heads: MedusaHeads | None
+    values: ValuedPaths | None
+    clock: Clock = time.perf_counter
+
+    def decoder(self, tree: str) -> SpecDecoder:
+        """The decoder of a tree as `parse_trees` names it; "plain" is the one-node tree.
+
+        Raises:
+            ValueError: there is no such tree, or the heads cannot fill it.
+        """
+        return SpecDecoder(
+            self.model,
+            self.tokenizer,
+            self.heads,
+            tree=tree_request(tree),
+            tree_values=self.values,
+            clock=self.clock,
+        )
+
+    def eos_ids(self) -> frozenset[int]:
+        """Every id that ends a text."""
+        configured = self.model.generation_config.eos_token_id
+        listed = configured if isinstance(configured, list) else [configured]
+        return frozenset(
+            int(token) for token in [*listed, self.tokenizer.eos_token_id] if token is not None
+        )
+
+    def encode(self, prompts: PromptSet, config: GenerationConfig, raw: bool) -> list[list[int]]:
+        """Token ids of every prompt's first turn, checked against the model's context.
+
+        Raises:
+            ValueError: a prompt (it is named) does not fit, or is a chat for a model without one.
+        """
+        limit = int(self.model.config.get_text_config().max_position_embeddings)
+        encoded: list[list[int]] = []
+        for prompt in prompts.prompts:
+            try:
+                ids = self._encode_chat(prompt, raw)
+                config.token_budget(len(ids), limit)
+            except ValueError as error:
+                raise ValueError(f"prompt {prompt.id}: {error}") from error
+            encoded.append(ids)
+        return encoded
+
+    def _encode_chat(self, prompt: BenchPrompt, raw: bool) -> list[int]:
+        """A lone user's turn is text, which a model without a chat template takes as it is."""
+        if len(prompt.messages) == 1 and prompt.messages[0]["role"] == "user":
+            return encode_prompt(self.tokenizer, prompt.messages[0]["content"], raw=raw)
+        return encode_prompt(self.tokenizer, list(prompt.messages), raw=raw)
+
+
+def tree_request(tree: str) -> TreeRequest:
+    """From a tree's name on the command line to what a decoder takes."""
+    chain = re.fullmatch(r"chain-(\d+)", tree)
+    if chain:
+        return TokenTree.chain(int(chain[1]))
+    return TokenTree.chain(0) if tree == PLAIN else tree
+
+
+def parse_trees(text: str) -> tuple[str, ...]:
+    """Names of trees from a list with commas.
+
+    Raises:
+        ValueError: it is empty or repeats one.
+    """
+    trees = tuple(tree.strip() for tree in text.split(",") if tree.strip())
+    if not trees:
+        raise ValueError("no tree was given: give names with commas, like chain-4,16,64")
+    if len(set(trees)) < len(trees):
+        raise ValueError(f"a tree is named twice in {text}: name each once")
+    return trees
+
+
+def parse_temperatures(text: str) -> tuple[float, ...]:
+    """Numbers from a list with commas; `GenerationConfig` checks their range.
+
+    Raises:
+        ValueError: one is not a number, or the list is empty or repeats one.
+    """
+    try:
+        temperatures = tuple(float(part) for part in text.split(",") if part.strip())
+    except ValueError as error:
+        raise ValueError(
+            f"temperatures are {text!r}: give numbers with commas, like 0,0.7"
+        ) from error
+    if not temperatures or len(set(temperatures)) < len(temperatures):
+        raise ValueError(f"temperatures are {text!r}: give each number once, like 0,0.7")
+    return temperatures
+
+
+def add_options(parser: argparse.ArgumentParser, *, num_prompts: int, max_new_tokens: int) -> None:
+    """The options that all commands share; the arguments are this command's defaults."""
+    model = parser.add_argument_group("model")
+    model.add_argument("--model", default=next(iter(DEFAULT_MODELS)), help="name, id or folder")
+    model.add_argument("--heads", default="auto", help="folder of draft heads, auto, or none")
+    model.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    model.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    model.add_argument("--threads", type=int, help="CPU threads; torch's own choice if not given")
+    work = parser.add_argument_group("work")
+    work.add_argument(
+        "--prompts", default=BUILTIN, help=f"JSON Lines file, {BUILTIN}, or - (stdin)"
+    )
+    work.add_argument(
+        "--num-prompts", type=int, metavar="N", help=f"how many, evenly over kinds ({num_prompts})"
+    )
+    work.add_argument("--raw", action="store_true", help="do not use the chat template")
+    work.add_argument("--max-new-tokens", type=int, default=max_new_tokens, metavar="N")
+    work.add_argument("--ignore-eos", action="store_true", help="go on past the end of the text")
+    work.add_argument("--seed", type=int, default=0, help="of sampling")
+    result = parser.add_argument_group("result")
+    result.add_argument("--output", default="table", choices=list(FORMATS), help="to stdout")
+    result.add_argument(
+        "--save-result", metavar="FOLDER", help="keep records and report; resumes a stopped run"
+    )
+    parser.set_defaults(default_num_prompts=num_prompts)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What was asked for, checked, before a model is loaded."""
+
+    prompts: PromptSet
+    folder: RunFolder
+    config: GenerationConfig
+
+    @classmethod
+    def from_options(cls, options: argparse.Namespace) -> "Task":
+        """Check the options that need no model.
+
+        Raises:
+            ValueError: one cannot be honoured.
+        """
+        if options.threads is not None and options.threads < 1:
+            raise ValueError(f"threads is {options.threads}: give at least 1")
+        config = GenerationConfig(
+            max_new_tokens=options.max_new_tokens, seed=options.seed, ignore_eos=options.ignore_eos
+        )
+        folder = RunFolder(options.save_result)
+        prompts = load_prompts(options.prompts, options.num_prompts, options.default_num_prompts)
+        return cls(prompts, folder, config)
+
+
+def load(options: argparse.Namespace) -> Workbench:
+    """Load the model and heads the options name.
+
+    Raises:
+        ValueError: they are not there, or do not fit each other.
+    """
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    loaded = load_target(options.model, dtype=options.dtype, device=options.device)
+    found = load_heads(None if options.heads == "none" else options.heads, loaded)
+    return Workbench(
+        loaded.model,
+        loaded.tokenizer,
+        found.heads if found else None,
+        found.values if found else None,
+    )
+
+
+def settings_of(options: argparse.Namespace) -> dict[str, Any]:
+    """The options that decide the figures: two parts of one run must share them."""
+    free = {"output", "save_result", "default_num_prompts", "run"}
+    settings = {key: value for key, value in vars(options).items() if key not in free}
+    for key in ("model", "heads", "prompts"):
+        # A folder is the same folder from wherever the command is given.
+        if Path(str(settings[key])).exists():
+            settings[key] = Path(str(settings[key])).name
+    return settings
+
+
+@contextmanager
+def progress(total: int, what: str) -> Iterator[Callable[[], None]]:
+    """A bar on standard error with the time left; calling what it gives means one more is done."""
+    # A log file gets a line every ten seconds instead of one bar that is drawn over.
+    interval_s = 0.5 if sys.stderr.isatty() else 10.0
+    with tqdm(
+        total=total, desc=what, unit="text", dynamic_ncols=True, mininterval=interval_s
+    ) as bar:
+
+        def done() -> None:
+            bar.update()
+
+        yield done

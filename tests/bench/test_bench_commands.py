@@ -1,0 +1,323 @@
+"""The commands on a tiny random model, and the latency harness on scripted rows and clock."""
+
+import argparse
+import json
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from specdeft.bench import acceptance, cli, identity, latency
+from specdeft.bench.gate import Verdict, judge
+from specdeft.bench.metrics import Run
+from specdeft.bench.rows import DecoderRow, TransformersRow, make_rows
+from specdeft.bench.run_folder import RunFolder
+from specdeft.bench.workbench import Workbench, parse_temperatures, parse_trees
+from specdeft.config import GenerationConfig
+from specdeft.heads.medusa import HeadsConfig, MedusaHeads
+from tests.core.tiny import EOS_ID, VOCAB_SIZE, ByteTokenizer, hf_greedy, prompt_ids, tiny_model
+
+
+def tiny_bench(dtype: torch.dtype = torch.float32) -> Workbench:
+    torch.manual_seed(0)
+    config = HeadsConfig(num_heads=4, num_layers=1, hidden_size=64, vocab_size=VOCAB_SIZE)
+    heads = MedusaHeads(config).to(dtype)
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    model: Any = tiny_model("llama", dtype=dtype)
+    tokenizer: Any = ByteTokenizer()
+    return Workbench(model, tokenizer, heads, None)
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Workbench:
+    """The commands load this instead of a model from disk."""
+    known = tiny_bench()
+    for command in (identity, acceptance, latency):
+        monkeypatch.setattr(command, "load", lambda _options: known)
+    return known
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "Hello there", "kind": "a"}\n{"prompt": "abc", "kind": "b"}\n')
+    return ["--prompts", str(path), "--max-new-tokens", "20", "--dtype", "float32"]
+
+
+# ---- commands end to end
+
+
+def test_identity(bench, prompts, capsys, tmp_path):
+    trees = ["--trees", "chain-4,deft-32"]
+    folder = tmp_path / "run"
+    arguments = ["identity", *trees, *prompts, "--output", "json", "--save-result", str(folder)]
+    assert cli.main(arguments) == 0
+    data = json.loads(capsys.readouterr().out)
+    compared = {(row["row"], row["temperature"]): row for row in data["rows"]}
+    assert set(compared) == {
+        ("chain-4", 0.0),
+        ("deft-32", 0.0),
+        ("transformers", 0.0),
+        ("chain-4", 0.7),
+        ("deft-32", 0.7),
+    }
+    for row in data["rows"]:
+        assert row["identical_prompts"] == row["passed_prompts"] == row["num_prompts"] == 2
+    assert compared["deft-32", 0.0]["mean_acceptance_length"] > 1.0
+    assert compared["deft-32", 0.0]["num_nodes"] == 32
+    # The finished folder answers without running anything.
+    bench.model.forward = None
+    assert cli.main(arguments) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["rows"] == data["rows"]
+    assert "| chain-4 |" in (folder / "report.md").read_text()
+
+
+def test_identity_fails_where_a_text_differs(bench, prompts, capsys, monkeypatch):
+    honest = DecoderRow.run
+
+    def dishonest(self, ids, config):
+        run = honest(self, ids, config)
+        if self.name != "chain-4":
+            return run
+        wrong = (run.token_ids[3] + 1) % VOCAB_SIZE
+        changed = (*run.token_ids[:3], wrong, *run.token_ids[4:])
+        return Run(**{**run.to_dict(), "token_ids": changed})
+
+    monkeypatch.setattr(DecoderRow, "run", dishonest)
+    assert cli.main(["identity", "--trees", "chain-4", "--temperatures", "0", *prompts]) == 1
+    out = capsys.readouterr().out
+    assert "chain-4, T = 0, prompt 1: token 3 of 20 differs" in out
+    assert "ulp below the target's choice" in out
+
+
+def test_acceptance(bench, prompts, capsys):
+    assert cli.main(["acceptance", "--trees", "deft-64", *prompts, "--output", "json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    greedy, sampled = data["rows"]
+    assert (greedy["temperature"], sampled["temperature"]) == (0.0, 0.7)
+    assert set(greedy["by_kind"]) == {"a", "b"}
+    steps = sum(greedy["acceptance_histogram"])
+    assert steps == greedy["num_spec_steps"]
+    assert steps * greedy["mean_acceptance_length"] == pytest.approx(2 * 19)
+    assert greedy["num_draft_tokens"] == steps * 63
+    assert data["manifest"]["settings"]["trees"] == "deft-64"
+
+
+@pytest.mark.parametrize("output", ["table", "md", "csv", "jsonl"])
+def test_latency(bench, prompts, capsys, output):
+    arguments = ["latency", "--trees", "chain-2", "-r", "2", *prompts, "--output", output]
+    assert cli.main(arguments) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in ("transformers", "plain", "chain-2", "2/2"))
+
+
+def test_at_a_temperature_transformers_is_left_out(bench, prompts, capsys):
+    arguments = ["latency", "--trees", "chain-2", "-r", "1", "--temperature", "0.7", *prompts]
+    assert cli.main([*arguments, "--output", "json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["row"] for row in rows] == ["plain", "chain-2"]
+    assert all(row["identical_prompts"] == 2 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["latency", "--trees", "nowhere"], "there is no tree 'nowhere'"),
+        (["latency", "--trees", ""], "no tree was given"),
+        (["latency", "--trees", "chain-2,chain-2"], "named twice"),
+        (["latency", "--trees", "16"], "not calibrated"),
+        (["latency", "--trees", "chain-9"], "9"),
+        (["latency", "--temperature", "0,1"], "give one number"),
+        (["latency", "-r", "0"], "repetitions is 0"),
+        (["identity", "--temperatures", "warm"], "give numbers with commas"),
+        (["identity", "--temperatures", "-1"], "temperature is -1"),
+        (["acceptance", "--threads", "0"], "threads is 0"),
+        (["acceptance", "--num-prompts", "3"], "holds 2"),
+        (["acceptance", "--trees", "chain-2", "--max-new-tokens", "5000"], "prompt 1: "),
+    ],
+)
+def test_bad_input_is_one_sentence(bench, prompts, arguments, named):
+    with pytest.raises(ValueError, match=re.escape(named)) as caught:
+        cli.main([arguments[0], *prompts, *arguments[1:]])
+    assert "\n" not in str(caught.value)
+
+
+def test_lists_of_trees_and_temperatures():
+    assert parse_trees(" chain-4, 16,") == ("chain-4", "16")
+    assert parse_temperatures("0,0.7") == (0.0, 0.7)
+
+
+# ---- rows
+
+
+def test_a_row_sees_what_the_decoder_reports():
+    bench = tiny_bench()
+    row = DecoderRow("deft-64", bench)
+    config = GenerationConfig(max_new_tokens=30, ignore_eos=True)
+    run = row.run(prompt_ids(7), config)
+    result = row.decoder.generate(prompt_ids(7), config=config)
+    assert run.token_ids == result.token_ids
+    assert len(run.per_step_accepted) == result.stats.num_steps
+    counts = [run.per_step_accepted.count(a) for a in range(len(result.stats.acceptance_histogram))]
+    assert tuple(counts) == result.stats.acceptance_histogram
+    assert len(run.emission_s) == 1 + result.stats.num_steps
+    assert list(run.emission_s) == sorted(run.emission_s)
+    assert run.e2e_s >= run.emission_s[-1]
+    assert run.check(30, frozenset()) is None
+
+
+def test_transformers_is_itself_and_leaves_the_model_alone():
+    bench = tiny_bench()
+    bench.model.generation_config.repetition_penalty = 1.5
+    known = bench.model.generation_config
+    config = GenerationConfig(max_new_tokens=25)
+    run = TransformersRow(bench).run(prompt_ids(7), config)
+    assert bench.model.generation_config is known
+    known.repetition_penalty = 1.0
+    assert list(run.token_ids) == hf_greedy(bench.model, prompt_ids(7), 25)
+    assert len(run.emission_s) == len(run.token_ids)
+    with pytest.raises(ValueError, match="temperature 0 only"):
+        TransformersRow(bench).run([1], GenerationConfig(temperature=1.0))
+
+
+def test_both_sides_obey_the_same_end():
+    bench = tiny_bench()
+    config = GenerationConfig(max_new_tokens=30)
+    free = DecoderRow("plain", bench).run(prompt_ids(7), config)
+    stop_at = free.token_ids[9]
+    bench.model.generation_config.eos_token_id = [EOS_ID, stop_at]
+    for ignore_eos in (False, True):
+        config = GenerationConfig(max_new_tokens=30, ignore_eos=ignore_eos)
+        texts = {
+            row.run(prompt_ids(7), config).token_ids
+            for row in make_rows(["deft-32"], bench, transformers=True)
+        }
+        assert len(texts) == 1
+        (text,) = texts
+        assert len(text) == (30 if ignore_eos else 1 + free.token_ids.index(stop_at))
+
+
+def test_the_gate_in_sixteen_bits_lets_near_ties_pass_and_nothing_else():
+    bench = tiny_bench(torch.bfloat16)
+    row = DecoderRow("plain", bench)
+    config = GenerationConfig(max_new_tokens=12)
+    prompt = prompt_ids(6)
+    plain = row.run(prompt, config).token_ids
+    engine = row.decoder.engine
+    assert judge(engine, prompt, plain, plain, config) == Verdict(True, True)
+    wrong = (*plain[:5], (plain[5] + 1) % VOCAB_SIZE, *plain[6:])
+    verdict = judge(engine, prompt, wrong, plain, config)
+    assert not verdict.passed
+    assert verdict.first_difference == 5
+    assert verdict.margin_ulp is not None
+    assert verdict.margin_ulp > 2
+    shorter = judge(engine, prompt, plain[:8], plain, config)
+    assert shorter.first_difference == 8
+    assert shorter.margin_ulp is None
+
+
+# ---- the latency harness on a scripted clock
+
+
+class Scripted:
+    """A row whose tokens take a given time on a clock that only it moves."""
+
+    def __init__(self, name: str, clock: list[float], ms: float, calls: list[str]) -> None:
+        self.name = name
+        self.is_ours = name != "transformers"
+        self.ids: tuple[int, ...] = (1, 2, 3, 4)
+        self.is_fickle = False
+        self._clock, self._ms, self._calls = clock, ms, calls
+
+    def run(self, prompt_ids, config) -> Run:
+        self._calls.append(self.name)
+        if self.is_fickle:
+            self.ids = self.ids[::-1]
+        times = [self._ms / 1e3 * (1 + index) for index in range(len(self.ids))]
+        self._clock[0] += times[-1]
+        steps = (0,) * (len(self.ids) - 1)
+        return Run(self.ids, "length", 1, 0, steps, tuple(times), times[-1])
+
+
+def scripted(*ms: float) -> tuple[list[Scripted], Workbench, list[str]]:
+    clock, calls = [0.0], list[str]()
+    rows = [
+        Scripted(name, clock, each, calls)
+        for name, each in zip(("transformers", "plain", "tree"), ms, strict=True)
+    ]
+    known = tiny_bench()
+    return rows, Workbench(known.model, known.tokenizer, None, None, lambda: clock[0]), calls
+
+
+def exact(_prompt, token_ids, plain_ids) -> Verdict:
+    return Verdict(token_ids == plain_ids, token_ids == plain_ids)
+
+
+def measure(rows, bench, **changes):
+    settings = {"repetitions": 2, "warm_up": True, "judge_text": exact, **changes}
+    config = GenerationConfig(max_new_tokens=4)
+    encoded = {"p": [5], "q": [6]}
+    return latency.measure(rows, bench, config, encoded, RunFolder(None), **settings)
+
+
+def test_repetitions_alternate_and_ratios_are_paired():
+    rows, bench, calls = scripted(30.0, 20.0, 10.0)
+    results = measure(rows, bench)
+    assert calls[:6] == ["transformers", "transformers", "plain", "plain", "tree", "tree"]
+    assert calls[6:12] == ["transformers", "plain", "tree", "tree", "plain", "transformers"]
+    assert [result.cold_start_s for result in results] == pytest.approx([0.12, 0.08, 0.04])
+    known = latency.figures(results[2], {"plain": results[1]}, 0, lossy=False)
+    assert known["speedup_over_plain"]["median"] == pytest.approx(2.0)
+    assert known["ttft_ms"]["median"] == pytest.approx(10.0)
+    assert known["tpot_ms"]["median"] == pytest.approx(10.0)
+    assert known["itl_ms"]["p99"] == pytest.approx(10.0)
+    assert known["median_tokens_per_second"] == pytest.approx(100.0)
+
+
+@pytest.mark.parametrize("lossy", [False, True])
+def test_a_row_with_another_text_has_no_speed(lossy):
+    rows, bench, _ = scripted(30.0, 20.0, 10.0)
+    rows[2].ids = (1, 2, 9, 4)
+    results = measure(rows, bench)
+    assert not results[2].has_speed
+    report = latency.make_report(results, manifest(), [], lossy=lossy)
+    row = report.tables[0].rows[2]
+    assert ("10.0" in str(row)) == lossy
+    assert row[0] == "tree (lossy)"
+    assert any("LOSSY" in remark for remark in report.remarks) == lossy
+
+
+def test_a_row_that_counts_past_the_end_or_changes_its_mind_has_no_speed():
+    rows, bench, _ = scripted(30.0, 20.0, 10.0)
+    rows[2].ids = (1, EOS_ID, 3, 4)
+    results = measure(rows, bench, judge_text=lambda *_: Verdict(True, True))
+    assert results[2].problems[0] == "prompt p: 2 tokens were counted past the end of the text"
+    rows, bench, _ = scripted(30.0, 20.0, 10.0)
+    rows[2].is_fickle = True
+    results = measure(rows, bench)
+    assert "its repetitions give different texts" in results[2].problems[0]
+
+
+def test_the_yardstick_keeps_its_speed_and_its_difference_is_said():
+    rows, bench, _ = scripted(30.0, 20.0, 10.0)
+    rows[0].ids = (1, 2, 9, 4)
+    results = measure(rows, bench)
+    assert results[0].has_speed
+    report = latency.make_report(results, manifest(), [], lossy=False)
+    assert report.remarks[0].startswith("transformers: 0 of 2 texts")
+
+
+def manifest() -> dict[str, Any]:
+    options = argparse.Namespace(
+        max_new_tokens=4, repetitions=2, no_warmup=False, temperature="0", seed=0
+    )
+    return {
+        "dtype": "float32",
+        "device": "CPU",
+        "prompts": {"rule": "2 prompts"},
+        "machine": {"threads": 1},
+        "settings": vars(options),
+    }
