@@ -58,6 +58,12 @@ class Batch:
             counts=torch.zeros(count, dtype=torch.int64, device=device),
         )
 
+    def restart(self, cache: KVTree, sequences: tuple[int, ...]) -> None:
+        """Use the same tensors for other sequences, B as before, before their prefill."""
+        self.sequences = sequences
+        self.lengths.zero_()
+        self.page_table.copy_(cache.page_table(list(sequences)))
+
     @property
     def size(self) -> int:
         """B."""

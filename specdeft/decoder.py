@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast, overload
+from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -29,6 +29,11 @@ from specdeft.tree_choice import TreeChoice, TreeRequest
 from specdeft.trees.search import ValuedPaths
 from specdeft.trees.token_tree import TokenTree
 
+if TYPE_CHECKING:
+    from specdeft.graphs import StepGraphs
+
+MIN_GRAPH_CAPACITY_TOKENS = 4096  # a larger request later means capturing again
+
 
 class SpecDecoder:
     """Speculative decoding of one model; the text is the one plain decoding gives.
@@ -47,6 +52,8 @@ class SpecDecoder:
         tree: TreeRequest = "auto",
         tree_values: ValuedPaths | None = None,
         kernels: KernelChoice | None = None,
+        cuda_graphs: bool | None = None,
+        compile: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Put a loaded model, its tokenizer and heads together.
@@ -59,6 +66,9 @@ class SpecDecoder:
                 number of nodes, a tree's name, a JSON file, or a `TokenTree`.
             tree_values: the heads' rank paths by value, which "auto" and a number need.
             kernels: which attention kernels; by default those of the model's device.
+            cuda_graphs: replay steps from CUDA graphs; by default wherever the model is on CUDA.
+            compile: fuse the model's pointwise work by torch.compile (CUDA, tens of seconds per
+                tree size the first time).
             clock: seconds; for tests.
 
         Raises:
@@ -71,8 +81,14 @@ class SpecDecoder:
         self._engine = Engine(target, heads, kernels or KernelChoice.for_device(target.device))
         self._clock = clock
         self._tree_values = tree_values
-        self._choice = self._choose(tree)
         self._cache: KVTree | None = None
+        self._graphs: StepGraphs | None = None
+        self._uses_graphs = self.device.type == "cuda" if cuda_graphs is None else cuda_graphs
+        if self._uses_graphs and self.device.type != "cuda":
+            raise ValueError("cuda_graphs=True needs a model on CUDA: leave it out on the CPU")
+        if compile:
+            target.compile()
+        self._choice = self._choose(tree)
         self._lock = threading.Lock()
         self._running: tuple[Stream, int] | None = None  # and the thread that started it
 
@@ -85,6 +101,8 @@ class SpecDecoder:
         dtype: torch.dtype | str = "auto",
         device: torch.device | str = "auto",
         tree: TreeRequest = "auto",
+        cuda_graphs: bool | None = None,
+        compile: bool = False,
         **model_arguments: Any,
     ) -> "SpecDecoder":
         """Load a model by name, Hugging Face id or path, and the heads that belong to it.
@@ -95,7 +113,7 @@ class SpecDecoder:
                 decodes plainly.
             dtype: "auto" is bfloat16 where the device computes in it, else float32.
             device: "auto" is CUDA where there is a GPU, else the CPU.
-            tree: see `__init__`.
+            tree, cuda_graphs, compile: see `__init__`.
             model_arguments: passed to `from_pretrained` of transformers.
 
         Raises:
@@ -109,6 +127,8 @@ class SpecDecoder:
             found.heads if found else None,
             tree=tree,
             tree_values=found.values if found else None,
+            cuda_graphs=cuda_graphs,
+            compile=compile,
         )
 
     @overload
@@ -251,21 +271,45 @@ class SpecDecoder:
             )
 
     def _run_state(self, num_tokens: int, config: GenerationConfig, choice: TreeChoice) -> RunState:
-        """A fresh sequence with room for ``num_tokens`` and one tree, and its step's tensors."""
+        """A fresh sequence with room for ``num_tokens`` and a tree, and its step's tensors."""
+        if self._uses_graphs:
+            return self._graph_state(num_tokens, config, choice.tree)
         engine, tree = self._engine, choice.tree
-        cache = self._cache_for(num_tokens + tree.num_nodes)
-        cache.clear()
-        sequence = cache.open()
-        cache.reserve(sequence, num_tokens + tree.num_nodes)
+        capacity = num_tokens + tree.num_nodes
+        cache = self._cache_for(capacity)
+        sequence = _only_sequence(cache, capacity)
         batch = Batch.empty(engine.target, cache, (sequence,), tree.max_depth + 1)
         sampler = Sampler.build(config, (0,), engine.target.device)
         return RunState(cache, batch, sampler, EagerStepper(engine, cache, batch, sampler))
 
+    def _graph_state(self, num_tokens: int, config: GenerationConfig, tree: TokenTree) -> RunState:
+        """The same on the tensors that the graphs were captured on, made larger when needed."""
+        from specdeft.graphs import GraphStepper, StepGraphs
+
+        # Two steps can be in flight when the last token kept is read.
+        needed = num_tokens + tree.num_nodes + 2 * (tree.max_depth + 1)
+        num_levels = tree.max_depth + 1
+        graphs = self._graphs
+        if graphs is None or not graphs.fits(needed, num_levels):
+            self._graphs = graphs = None  # free the old pool first
+            cache = self._cache_for(max(needed, MIN_GRAPH_CAPACITY_TOKENS))
+            sequence = _only_sequence(cache, cache.num_pages * cache.page_size)
+            batch = Batch.empty(self._engine.target, cache, (sequence,), max(num_levels, 8))
+            sampler = Sampler.build(config, (0,), self.device)
+            self._graphs = graphs = StepGraphs(self._engine, cache, batch, sampler)
+        cache = graphs.cache
+        sequence = _only_sequence(cache, cache.num_pages * cache.page_size)
+        graphs.batch.restart(cache, (sequence,))
+        graphs.sampler.restart(config, (0,))
+        return RunState(cache, graphs.batch, graphs.sampler, GraphStepper(graphs))
+
     def _cache_for(self, num_tokens: int) -> KVTree:
         """A cache that holds ``num_tokens``; kept between generations, made larger when needed."""
-        if self._cache is None or self._cache.page_size < num_tokens:
+        cache = self._cache
+        if cache is None or cache.num_pages * cache.page_size < num_tokens:
             self._cache = None  # free the old one first
             self._cache = self._engine.new_cache(-(-num_tokens // 256) * 256)
+        assert self._cache is not None
         return self._cache
 
     def _eos_ids(self) -> frozenset[int]:
@@ -338,11 +382,19 @@ class Stream:
             self._prompt_ids,
             self._budget,
             decoder._run_state(len(self._prompt_ids) + self._budget, config, self._choice),
-            trees=self._choice.for_budget,
+            trees=self._choice.whole if decoder._uses_graphs else self._choice.for_budget,
             eos_ids=frozenset() if config.ignore_eos else decoder._eos_ids(),
             text=TextAssembler(decoder.tokenizer, config.stop),
             clock=decoder._clock,
         )
+
+
+def _only_sequence(cache: KVTree, num_tokens: int) -> int:
+    """Empty the cache and open one sequence with room for ``num_tokens``."""
+    cache.clear()
+    sequence = cache.open()
+    cache.reserve(sequence, num_tokens)
+    return sequence
 
 
 def _is_batch(prompt: Any) -> bool:

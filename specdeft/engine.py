@@ -24,6 +24,7 @@ from specdeft.tree_tensors import TreeTensors
 from specdeft.trees.token_tree import TokenTree
 
 PREFILL_CHUNK_TOKENS = 512
+PAGE_SIZE_TOKENS = 128
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,14 @@ class Engine:
     kernels: KernelChoice
 
     def new_cache(self, capacity: int) -> KVTree:
-        """A contiguous cache for one sequence of ``capacity`` tokens, drafted ones included."""
-        return KVTree.contiguous(
+        """A cache for ``capacity`` tokens, drafted ones included, in the layout the kernels read:
+        one page on the CPU, which walks views of the pool; small pages elsewhere."""
+        paged = self.kernels is KernelChoice.TRITON
+        page_size = PAGE_SIZE_TOKENS if paged else capacity
+        return KVTree(
             self.target.shape,
-            num_sequences=1,
-            capacity=capacity,
+            num_pages=-(-capacity // page_size),
+            page_size=page_size,
             dtype=self.target.dtype,
             device=self.target.device,
         )

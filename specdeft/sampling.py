@@ -57,9 +57,16 @@ class Sampler:
         cls, config: GenerationConfig, numbers: tuple[int, ...], device: torch.device
     ) -> "Sampler":
         """Args: the request, the sequences' numbers (0 for a single one), where the logits are."""
-        keys = noise_keys(config.seed, torch.tensor(numbers, dtype=torch.int64))
-        temperature = torch.tensor(config.temperature, dtype=torch.float32)
-        return cls(SamplingRule.of(config), keys.to(device), temperature.to(device))
+        keys = torch.empty(len(numbers), dtype=torch.int32, device=device)
+        sampler = cls(SamplingRule.of(config), keys, torch.empty((), device=device))
+        sampler.restart(config, numbers)
+        return sampler
+
+    def restart(self, config: GenerationConfig, numbers: tuple[int, ...]) -> None:
+        """Use the same tensors for another request of as many sequences."""
+        self.rule = SamplingRule.of(config)
+        self.keys.copy_(noise_keys(config.seed, torch.tensor(numbers, dtype=torch.int64)))
+        self.temperature.fill_(config.temperature)
 
 
 def choose_tokens(logits: Tensor, positions: Tensor, depths: Tensor, sampler: Sampler) -> Tensor:

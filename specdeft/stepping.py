@@ -13,7 +13,10 @@ class Stepper(Protocol):
     """Launches steps and hands back their tokens in order, at most ``lead`` steps late."""
 
     lead: int
-    num_pending: int
+
+    @property
+    def num_pending(self) -> int:
+        """Steps launched and not collected."""
 
     def launch(self, tree: TreeTensors) -> None:
         """Start one step; does not wait for it."""
@@ -31,25 +34,30 @@ class EagerStepper:
     lead = 0
 
     def __init__(self, engine: Engine, cache: KVTree, batch: Batch, sampler: Sampler) -> None:
-        self.num_pending = 0
+        self._launched = False
         self._engine = engine
         self._cache = cache
         self._batch = batch
         self._sampler = sampler
 
+    @property
+    def num_pending(self) -> int:
+        """See `Stepper`."""
+        return int(self._launched)
+
     def launch(self, tree: TreeTensors) -> None:
         """See `Stepper`."""
         self._cache.reserve(self._batch.sequences[0], tree.num_nodes)
         self._engine.step(self._cache, self._batch, tree, self._sampler)
-        self.num_pending = 1
+        self._launched = True
 
     def collect(self) -> list[int]:
         """See `Stepper`."""
-        self.num_pending = 0
+        self._launched = False
         count = int(self._batch.counts[0])
         self._cache.advance(self._batch.sequences[0], count)
         return self._batch.emitted[0, :count].tolist()
 
     def finish(self) -> None:
         """See `Stepper`."""
-        self.num_pending = 0
+        self._launched = False

@@ -59,6 +59,10 @@ class TreeChoice:
         known = dict(zip(self._values.paths, self._values.values, strict=True))
         return 1.0 + sum(known.get(path, 0.0) for path in self.tree.paths[1:])
 
+    def whole(self, _num_tokens_left: int) -> TreeTensors:
+        """The whole tree whatever is left: one graph serves to the end."""
+        return self.for_budget(self.tree.max_depth + 1)
+
     def for_budget(self, num_tokens_left: int) -> TreeTensors:
         """The tree without the levels that could only draft past the token budget."""
         depth = min(self.tree.max_depth, max(num_tokens_left - 1, 0))

@@ -9,6 +9,7 @@ from itertools import product
 import pytest
 import torch
 
+from specdeft.attention import KernelChoice
 from specdeft.decoder import SpecDecoder
 from specdeft.heads.medusa import HeadsConfig, MedusaHeads
 from specdeft.trees.named import named_tree
@@ -142,3 +143,16 @@ def test_a_wrong_position_would_be_caught(monkeypatch: pytest.MonkeyPatch) -> No
     except AssertionError:  # the script noticed first
         return
     assert result.token_ids != plain.token_ids
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_the_triton_kernels_under_the_interpreter(family: str) -> None:
+    """The same theorem through the accelerator's kernels: paged KV, mask words, commit."""
+    pytest.importorskip("triton")
+    model = tiny_model(family)
+    prompt, settings = prompt_ids(WINDOW + 1), {"max_new_tokens": 9, "temperature": 0.7}
+    plain = SpecDecoder(model, ByteTokenizer()).generate(prompt, **settings)
+    tree, path = TREES["deft-64"]
+    heads = ScriptedHeads(plain.token_ids, path, [3, 0, 1])
+    decoder = SpecDecoder(model, ByteTokenizer(), heads, tree=tree, kernels=KernelChoice.TRITON)
+    assert decoder.generate(prompt, **settings).token_ids == plain.token_ids

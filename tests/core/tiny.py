@@ -152,3 +152,41 @@ def hf_greedy(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> lis
         do_sample=False,
     )
     return out[0, len(prompt) :].tolist()
+
+
+class DeviceScriptedHeads(nn.Module):
+    """`ScriptedHeads` without a host: its script advances on the device, so a CUDA graph holds it.
+
+    ``reset`` starts the script over; capturing runs steps of its own, so reset after it.
+    """
+
+    def __init__(
+        self, continuation: Sequence[int], path: Sequence[int], lengths: Sequence[int], device: Any
+    ) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(num_heads=len(path), num_logits=VOCAB_SIZE)
+        # Past the known text anything goes: those tokens are cut.
+        padded = [*continuation, *[1] * 64]
+        self.continuation = torch.tensor(padded, device=device)
+        self.path = torch.tensor(path, device=device)
+        self.script = torch.tensor(lengths, device=device).clamp(max=len(path))
+        self.head = torch.arange(len(path), device=device)
+        self.at = torch.zeros((), dtype=torch.int64, device=device)
+        self.step = torch.zeros((), dtype=torch.int64, device=device)
+
+    def reset(self) -> None:
+        self.at.zero_()
+        self.step.zero_()
+
+    def draft(
+        self, hidden: Tensor, root: Tensor, embed: nn.Module, output_layer: nn.Module, top_k: int
+    ) -> Tensor:
+        length = self.script.index_select(0, (self.step % len(self.script))[None])
+        last = len(self.continuation) - 1
+        right = self.continuation.index_select(0, (self.at + 1 + self.head).clamp(max=last))
+        rank = torch.arange(top_k, device=root.device)
+        wrong = (right[:, None] + 1 + rank) % VOCAB_SIZE
+        hit = (rank == self.path[:, None]) & (self.head < length)[:, None]
+        self.at += 1 + length[0]
+        self.step += 1
+        return torch.where(hit, right[:, None], wrong)[None]

@@ -1,0 +1,141 @@
+"""Steps as CUDA graphs: captured once per (tree, rule, context bucket), replayed without the host.
+
+Nobody else captures. A `StepGraphs` owns the static tensors its graphs were captured on (one batch,
+one sampler, one KV tree) and a ring of pinned outboxes: after every replay the step's tokens are
+copied out asynchronously, and the host reads them one step late, while the next step runs.
+"""
+
+from collections import deque
+from typing import NamedTuple
+
+import torch
+
+from specdeft.batch import Batch
+from specdeft.engine import Engine
+from specdeft.kv_tree import KVTree
+from specdeft.sampling import Sampler, SamplingRule
+from specdeft.tree_tensors import TreeTensors
+
+RING_SIZE = 4  # outboxes: more than the steps in flight
+SMALLEST_BUCKET_TOKENS = 1024
+
+
+class _Key(NamedTuple):
+    tree: str
+    rule: SamplingRule
+    max_context: int
+
+
+class _Outbox(NamedTuple):
+    """Pinned host memory for one step's emitted tokens and counts, and when they are there."""
+
+    emitted: torch.Tensor
+    counts: torch.Tensor
+    ready: torch.cuda.Event
+
+
+def context_bucket(num_tokens: int) -> int:
+    """The power of two (from 1,024) that bounds ``num_tokens``: it fixes a graph's launches."""
+    return max(SMALLEST_BUCKET_TOKENS, 1 << max(num_tokens - 1, 0).bit_length())
+
+
+class StepGraphs:
+    """The captured steps of one KV tree.
+
+    Attributes:
+        engine, cache, batch, sampler: what the graphs were captured on; their storage never moves.
+    """
+
+    def __init__(self, engine: Engine, cache: KVTree, batch: Batch, sampler: Sampler) -> None:
+        self.engine = engine
+        self.cache = cache
+        self.batch = batch
+        self.sampler = sampler
+        self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        self.ring = [
+            _Outbox(
+                torch.empty_like(batch.emitted, device="cpu").pin_memory(),
+                torch.empty_like(batch.counts, device="cpu").pin_memory(),
+                torch.cuda.Event(),
+            )
+            for _ in range(RING_SIZE)
+        ]
+
+    def fits(self, num_tokens: int, num_levels: int) -> bool:
+        """Whether a generation of this size can run on these tensors."""
+        capacity = self.cache.num_pages * self.cache.page_size
+        return num_tokens <= capacity and num_levels <= self.batch.emitted.shape[1]
+
+    def graph(self, tree: TreeTensors, max_context: int) -> torch.cuda.CUDAGraph:
+        """The graph of one step of ``tree`` with at most ``max_context`` committed tokens."""
+        key = _Key(tree.tree.content_hash, self.sampler.rule, max_context)
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(tree, max_context)
+        return self._graphs[key]
+
+    def _capture(self, tree: TreeTensors, max_context: int) -> torch.cuda.CUDAGraph:
+        batch = self.batch
+        kept = [batch.root.clone(), batch.hidden.clone(), batch.lengths.clone()]
+        kept += [batch.emitted.clone(), batch.counts.clone()]
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):  # compiles kernels, fills library workspaces
+                self._step(tree, max_context)
+                batch.lengths.copy_(kept[2])
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            self._step(tree, max_context)
+        state = (batch.root, batch.hidden, batch.lengths, batch.emitted, batch.counts)
+        for tensor, value in zip(state, kept, strict=True):
+            tensor.copy_(value)
+        return graph
+
+    def _step(self, tree: TreeTensors, max_context: int) -> None:
+        self.engine.step(self.cache, self.batch, tree, self.sampler, max_context)
+
+
+class GraphStepper:
+    """Replays steps one ahead of the host (`stepping.Stepper`)."""
+
+    lead = 1
+
+    def __init__(self, graphs: StepGraphs) -> None:
+        self._graphs = graphs
+        self._launched = 0
+        self._levels: deque[int] = deque()  # most tokens of each step in flight
+
+    @property
+    def num_pending(self) -> int:
+        """See `stepping.Stepper`."""
+        return len(self._levels)
+
+    def launch(self, tree: TreeTensors) -> None:
+        """See `stepping.Stepper`."""
+        graphs = self._graphs
+        # What the device may have committed at most, without asking it.
+        most_tokens = graphs.cache.length(graphs.batch.sequences[0]) + sum(self._levels)
+        graphs.graph(tree, context_bucket(most_tokens)).replay()
+        box = graphs.ring[self._launched % RING_SIZE]
+        box.emitted.copy_(graphs.batch.emitted, non_blocking=True)
+        box.counts.copy_(graphs.batch.counts, non_blocking=True)
+        box.ready.record()
+        self._launched += 1
+        self._levels.append(tree.num_levels)
+
+    def collect(self) -> list[int]:
+        """See `stepping.Stepper`."""
+        box = self._graphs.ring[(self._launched - self.num_pending) % RING_SIZE]
+        box.ready.synchronize()  # of a step before the one that runs: the device does not wait
+        self._levels.popleft()
+        count = int(box.counts[0])
+        self._graphs.cache.advance(self._graphs.batch.sequences[0], count)
+        return box.emitted[0, :count].tolist()
+
+    def finish(self) -> None:
+        """See `stepping.Stepper`."""
+        if self.num_pending:
+            self._graphs.ring[(self._launched - 1) % RING_SIZE].ready.synchronize()
+            self._levels.clear()
