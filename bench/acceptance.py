@@ -25,9 +25,11 @@ from specdeft.bench.report import Finished, Report, Table
 from specdeft.bench.rows import DecoderRow
 from specdeft.bench.run_folder import RunFolder
 from specdeft.bench.workbench import (
+    Amount,
     Task,
     add_options,
     load,
+    parse,
     parse_temperatures,
     parse_trees,
     progress,
@@ -49,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     )
     options.add_argument("--trees", default="64", help="names, sizes or files, commas")
     options.add_argument("--temperatures", default="0,0.7", help="numbers with commas")
-    add_options(options, num_prompts=40, max_new_tokens=128)
+    add_options(options, Amount(num_prompts=40, max_new_tokens=128))
     return options
 
 
@@ -88,7 +90,7 @@ class Measurement:
 
 def main(arguments: Sequence[str]) -> Finished:
     """Run the command."""
-    options = parser().parse_args(arguments)
+    options = parse(parser(), arguments)
     trees = parse_trees(options.trees)
     temperatures = parse_temperatures(options.temperatures)
     task = Task.from_options(options)

@@ -12,14 +12,17 @@ from typing import Any
 from specdeft.bench.gate import Verdict, judge
 from specdeft.bench.manifest import describe_run
 from specdeft.bench.metrics import Run, mean_acceptance_length
+from specdeft.bench.reference_rows import TRANSFORMERS, TransformersRow
 from specdeft.bench.report import Finished, Report, Table
-from specdeft.bench.rows import TRANSFORMERS, DecoderRow, Row, TransformersRow
+from specdeft.bench.rows import DecoderRow, Row
 from specdeft.bench.run_folder import RunFolder
 from specdeft.bench.workbench import (
     PLAIN,
+    Amount,
     Task,
     add_options,
     load,
+    parse,
     parse_temperatures,
     parse_trees,
     progress,
@@ -44,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--no-transformers", action="store_true", help="leave out transformers generate"
     )
-    add_options(options, num_prompts=40, max_new_tokens=96)
+    add_options(options, Amount(num_prompts=40, max_new_tokens=96))
     options.set_defaults(dtype="float32")
     return options
 
@@ -62,7 +65,7 @@ class Outcome:
 
 def main(arguments: Sequence[str]) -> Finished:
     """Run the command; the exit code is 1 where a text differs."""
-    options = parser().parse_args(arguments)
+    options = parse(parser(), arguments)
     trees = parse_trees(options.trees)
     temperatures = parse_temperatures(options.temperatures)
     task = Task.from_options(options)

@@ -7,30 +7,41 @@ is judged before its speed is believed: one that is not plain decoding's text ge
 
 import argparse
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import torch
+
+from specdeft.bench.analytic import kv_read_bytes_per_step, kv_read_ratio_vs_per_path
+from specdeft.bench.baselines import BASELINES, make_rows, parse_baselines
 from specdeft.bench.gate import Verdict, judge
 from specdeft.bench.manifest import describe_run
 from specdeft.bench.metrics import (
     Run,
     acceptance,
+    decode_throughput,
     latency,
     repeat_rate_pooled,
     speedup,
     speedup_end_to_end,
+    summary,
+    ttft_ms,
 )
+from specdeft.bench.reference_rows import TRANSFORMERS
 from specdeft.bench.report import Finished, Report, Table
-from specdeft.bench.rows import TRANSFORMERS, DecoderRow, Row, make_rows
+from specdeft.bench.rows import DecoderRow, Row
 from specdeft.bench.run_folder import RunFolder
 from specdeft.bench.workbench import (
     PLAIN,
+    Amount,
     Task,
     Workbench,
     add_options,
     load,
+    parse,
     parse_temperatures,
     parse_trees,
     progress,
@@ -54,15 +65,17 @@ def parser() -> argparse.ArgumentParser:
     )
     options.add_argument("--trees", default="auto", help="names, sizes or files, commas")
     options.add_argument("--temperature", default="0", help="0 is greedy")
-    options.add_argument("-r", "--repetitions", type=int, default=5, metavar="N")
+    options.add_argument("-r", "--repetitions", type=int, metavar="N", help="5 if not given")
     options.add_argument("--no-warmup", action="store_true", help="time the first calls as well")
     options.add_argument(
-        "--no-transformers", action="store_true", help="leave out transformers generate"
+        "--baselines", default=TRANSFORMERS, help=f"none, or with commas: {', '.join(BASELINES)}"
     )
+    options.add_argument("--assistant", help="the model that drafts for transformers-assisted")
+    options.add_argument("--replay", metavar="FILE", help="accept lengths for the baseline replay")
     options.add_argument(
         "--lossy", action="store_true", help="print the speed of rows whose text differs, marked"
     )
-    add_options(options, num_prompts=10, max_new_tokens=128)
+    add_options(options, Amount(num_prompts=10, max_new_tokens=128, repetitions=5))
     return options
 
 
@@ -72,6 +85,8 @@ class RowResult:
 
     Attributes:
         name, is_ours: the row's.
+        kinds: of the prompts.
+        kv: analytic figures of the KV cache; empty where the row is not our engine.
         cold_start_s: its first call in this process, which warms it up; None without warm-up.
         runs: [prompt][repetition].
         verdicts: of each prompt's first repetition, against plain decoding.
@@ -80,6 +95,8 @@ class RowResult:
 
     name: str
     is_ours: bool
+    kinds: tuple[str, ...] = ()
+    kv: dict[str, float] = field(default_factory=dict)
     cold_start_s: float | None = None
     runs: list[list[Run]] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
@@ -108,7 +125,7 @@ class RowResult:
 
 def main(arguments: Sequence[str]) -> Finished:
     """Run the command; the exit code is 1 where a row of ours fails the gate."""
-    options = parser().parse_args(arguments)
+    options = parse(parser(), arguments)
     trees = parse_trees(options.trees)
     temperatures = parse_temperatures(options.temperature)
     if len(temperatures) != 1:
@@ -117,9 +134,11 @@ def main(arguments: Sequence[str]) -> Finished:
         raise ValueError(f"repetitions is {options.repetitions}: give at least 1")
     task = Task.from_options(options)
     config = replace(task.config, temperature=temperatures[0])
+    baselines = parse_baselines(options.baselines)
+    if not config.is_greedy:
+        baselines = tuple(name for name in baselines if not name.startswith(TRANSFORMERS))
     bench = load(options)
-    with_transformers = config.is_greedy and not options.no_transformers
-    rows = make_rows(trees, bench, transformers=with_transformers)
+    rows = make_rows(trees, baselines, bench, options)
     plain = next(row for row in rows if isinstance(row, DecoderRow))
     encoded = bench.encode(task.prompts, config, options.raw)
     manifest = describe_run(
@@ -137,11 +156,32 @@ def main(arguments: Sequence[str]) -> Finished:
             warm_up=not options.no_warmup,
             judge_text=partial(judge, plain.decoder.engine, config=config),
         )
+        kinds = tuple(prompt.kind for prompt in task.prompts.prompts)
+        for row, result in zip(rows, measured, strict=True):
+            result.kinds = kinds
+            result.kv = _kv_figures(row, result, encoded)
         reports = [row.decoder.tree_report for row in rows if isinstance(row, DecoderRow)]
         report = make_report(measured, manifest, reports, lossy=options.lossy)
         folder.save(report)
     failed = any(row.is_ours and not row.has_speed for row in measured)
     return Finished(report, options.output, int(failed))
+
+
+def _kv_figures(row: Row, result: RowResult, encoded: Sequence[Sequence[int]]) -> dict[str, float]:
+    """Of a step in the middle of the mean text."""
+    if not isinstance(row, DecoderRow):
+        return {}
+    texts = [
+        len(ids) + len(runs[0].token_ids) // 2
+        for ids, runs in zip(encoded, result.runs, strict=True)
+    ]
+    context = round(statistics.fmean(texts))
+    target, tree = row.decoder.engine.target, row.decoder.tree
+    return {
+        "num_context_tokens": context,
+        "kv_read_bytes_per_step": kv_read_bytes_per_step(target.shape, target.dtype, tree, context),
+        "kv_read_ratio_vs_per_path": kv_read_ratio_vs_per_path(tree, context),
+    }
 
 
 def measure(
@@ -207,9 +247,21 @@ def _recorded(
     key = f"{row.name}|{prompt_id}|{repetition}"
     record = folder.get(key)
     if record is None:
-        record = row.run(ids, config).to_dict()
+        with _peak_memory() as peak:
+            run = row.run(ids, config)
+        record = replace(run, max_memory_allocated=peak()).to_dict()
         folder.put(key, record)
     return Run.from_dict(record)
+
+
+@contextmanager
+def _peak_memory() -> Iterator[Callable[[], int | None]]:
+    """What torch held at most on the GPU inside; None without one."""
+    if not torch.cuda.is_initialized():
+        yield lambda: None
+        return
+    torch.cuda.reset_peak_memory_stats()
+    yield torch.cuda.max_memory_allocated
 
 
 def _judge_prompt(
@@ -226,7 +278,7 @@ def _judge_prompt(
     eos_ids = frozenset[int]() if config.ignore_eos else bench.eos_ids()
     for result in results:
         runs = result.runs[-1]
-        problem = runs[0].check(config.max_new_tokens, eos_ids)
+        problem = runs[0].check(config.max_new_tokens, eos_ids) if result.is_ours else None
         if any(run.token_ids != runs[0].token_ids for run in runs):
             problem = "its repetitions give different texts"
         if problem:
@@ -258,6 +310,8 @@ def figures(
         "mean_acceptance_length": acceptance(runs)["mean_acceptance_length"],
         "repeat_rate": repeat_rate_pooled([runs[0] for runs in result.runs]),
         "num_output_tokens": sum(len(runs[0].token_ids) for runs in result.runs),
+        "max_memory_allocated": _peak(runs),
+        "kv_analytic": result.kv,
     }
     if shown:
         known |= latency(runs)
@@ -267,7 +321,31 @@ def figures(
             known[f"speedup_over_{name}"] = decode.to_dict() if decode else None
             whole = speedup_end_to_end(baseline.runs, result.runs, seed)
             known[f"speedup_end_to_end_over_{name}"] = whole.to_dict()
+        known["by_kind"] = {
+            kind: _figures_of_kind(kind, result, baselines.get(PLAIN))
+            for kind in dict.fromkeys(result.kinds)
+        }
     return known
+
+
+def _figures_of_kind(kind: str, result: RowResult, plain: RowResult | None) -> dict[str, Any]:
+    chosen = [index for index, its in enumerate(result.kinds) if its == kind]
+    runs = [run for index in chosen for run in result.runs[index]]
+    ratio = None
+    if plain is not None:
+        ratio = speedup([plain.runs[i] for i in chosen], [result.runs[i] for i in chosen])
+    return {
+        "num_prompts": len(chosen),
+        "mean_acceptance_length": acceptance(runs)["mean_acceptance_length"],
+        "ttft_ms": summary([ttft_ms(run) for run in runs]),
+        "decode_throughput": decode_throughput(runs),
+        "speedup_over_plain": ratio.to_dict() if ratio else None,
+    }
+
+
+def _peak(runs: Sequence[Run]) -> int | None:
+    known = [run.max_memory_allocated for run in runs if run.max_memory_allocated is not None]
+    return max(known) if known else None
 
 
 def _median_tokens_per_second(result: RowResult) -> float:
@@ -285,9 +363,7 @@ def make_report(
     lossy: bool,
 ) -> Report:
     """The main table with the ratios, then the percentiles of every time."""
-    baselines = {
-        row.name: row for row in measured if row.name in (PLAIN, TRANSFORMERS) and row.runs
-    }
+    baselines = {row.name: row for row in measured if row.name in (PLAIN, TRANSFORMERS)}
     settings = manifest["settings"]
     found = [figures(row, baselines, settings["seed"], lossy=lossy) for row in measured]
     remarks = [
@@ -313,7 +389,16 @@ def make_report(
             "prompts of the ratio of medians over repetitions, with its 95 % bootstrap interval",
             *(report for report in dict.fromkeys(tree_reports) if report),
         ),
-        tables=(_main_table(found, list(baselines)), _times_table(found)),
+        tables=tuple(
+            table
+            for table in (
+                _main_table(found, list(baselines)),
+                _kind_table(found),
+                _kv_table(found),
+                _times_table(found),
+            )
+            if table.rows
+        ),
         remarks=tuple(remarks),
         data={"manifest": manifest, "rows": found},
     )
@@ -379,3 +464,40 @@ def _times_table(found: Sequence[dict[str, Any]]) -> Table:
         if figure.get(name)
     ]
     return Table("Times", ("row", "time", *statistics_shown), tuple(rows))
+
+
+def _kind_table(found: Sequence[dict[str, Any]]) -> Table:
+    rows = [
+        (
+            kind,
+            figure["row"],
+            known["num_prompts"],
+            known["mean_acceptance_length"],
+            known["ttft_ms"]["median"],
+            known["decode_throughput"],
+            _ratio(known["speedup_over_plain"], figure["row"] == PLAIN),
+        )
+        for figure in found
+        for kind, known in figure.get("by_kind", {}).items()
+    ]
+    # One kind says nothing that the main table does not.
+    rows = rows if len({row[0] for row in rows}) > 1 else []
+    columns = ("kind", "row", "prompts", "tau", "ttft ms", "decode tokens/s", "x plain (decode)")
+    return Table("By kind of prompt", columns, tuple(sorted(rows, key=lambda row: str(row[0]))))
+
+
+def _kv_table(found: Sequence[dict[str, Any]]) -> Table:
+    rows = [
+        (
+            figure["row"],
+            figure["kv_analytic"]["num_context_tokens"],
+            figure["kv_analytic"]["kv_read_bytes_per_step"] / 2**20,
+            figure["kv_analytic"]["kv_read_ratio_vs_per_path"],
+            None if peak is None else peak / 2**20,
+        )
+        for figure in found
+        if figure["kv_analytic"]
+        for peak in [figure["max_memory_allocated"]]
+    ]
+    columns = ("row", "context", "KV read MiB/step", "x less than per path", "GPU peak MiB")
+    return Table("Memory (KV reads are analytic)", columns, tuple(rows))

@@ -33,6 +33,7 @@ class Run:
         emission_s: seconds from the call to each piece that brought tokens, the first included.
         e2e_s: seconds from the call to the end.
         per_step_ranks: the ranks of the accepted nodes in each step; empty if not observed.
+        max_memory_allocated: most bytes that torch held on the GPU meanwhile; None on a CPU.
     """
 
     token_ids: tuple[int, ...]
@@ -43,6 +44,7 @@ class Run:
     emission_s: tuple[float, ...]
     e2e_s: float
     per_step_ranks: tuple[tuple[int, ...], ...] = ()
+    max_memory_allocated: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """For a file; `from_dict` is the inverse."""
@@ -104,7 +106,7 @@ def acceptance(runs: Sequence[Run]) -> dict[str, Any]:
 def mean_acceptance_length(runs: Sequence[Run]) -> float | None:
     """tau: tokens a step, the bonus included, every step weighing the same; None without steps."""
     num_steps = sum(len(run.per_step_accepted) for run in runs)
-    num_tokens = sum(len(run.token_ids) - 1 for run in runs if run.per_step_accepted)
+    num_tokens = sum(1 + accepted for run in runs for accepted in run.per_step_accepted)
     return num_tokens / num_steps if num_steps else None
 
 

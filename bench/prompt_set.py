@@ -28,12 +28,14 @@ class BenchPrompt:
         kind: what sort of task it is; results are also given by kind.
         messages: the chat up to and including the first turn to answer.
         later_turns: the user's further turns, each asked after the answer to the one before.
+        num_random_tokens: where set, the prompt is that many random ids instead of a chat.
     """
 
     id: str
     kind: str
     messages: tuple[Message, ...]
     later_turns: tuple[str, ...] = ()
+    num_random_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,23 @@ def load_prompts(source: str, num_prompts: int | None = None, default: int = 80)
         )
     chosen = choose_evenly(prompts, num_prompts)
     return PromptSet(name, hashlib.sha256(data).hexdigest(), len(prompts), tuple(chosen))
+
+
+def random_prompts(lengths: Sequence[int], count: int) -> PromptSet:
+    """Prompts of random ids, ``count`` of every length; the kind names the length.
+
+    Raises:
+        ValueError: a length or the count is below 1.
+    """
+    if count < 1 or any(length < 1 for length in lengths):
+        raise ValueError(f"{count} prompts of {lengths} tokens: ask for at least 1 of each")
+    prompts = tuple(
+        BenchPrompt(f"{length}-{index}", f"{length} tokens", (), (), length)
+        for length in lengths
+        for index in range(count)
+    )
+    name = f"random ids, {', '.join(map(str, lengths))} tokens long"
+    return PromptSet(name, hashlib.sha256(name.encode()).hexdigest(), len(prompts), prompts)
 
 
 def choose_evenly(prompts: Sequence[BenchPrompt], count: int) -> list[BenchPrompt]:

@@ -1,10 +1,11 @@
 """One model with its heads, loaded once, and the decoders that are measured on it."""
 
 import argparse
+import random
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,13 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from specdeft.bench.prompt_set import BUILTIN, BenchPrompt, PromptSet, load_prompts
+from specdeft.bench.prompt_set import (
+    BUILTIN,
+    BenchPrompt,
+    PromptSet,
+    load_prompts,
+    random_prompts,
+)
 from specdeft.bench.report import FORMATS
 from specdeft.bench.run_folder import RunFolder
 from specdeft.config import GenerationConfig
@@ -74,18 +81,27 @@ class Workbench:
         encoded: list[list[int]] = []
         for prompt in prompts.prompts:
             try:
-                ids = self._encode_chat(prompt, raw)
+                ids = self._encode_one(prompt, raw, config.seed)
                 config.token_budget(len(ids), limit)
             except ValueError as error:
                 raise ValueError(f"prompt {prompt.id}: {error}") from error
             encoded.append(ids)
         return encoded
 
-    def _encode_chat(self, prompt: BenchPrompt, raw: bool) -> list[int]:
+    def _encode_one(self, prompt: BenchPrompt, raw: bool, seed: int) -> list[int]:
         """A lone user's turn is text, which a model without a chat template takes as it is."""
+        if prompt.num_random_tokens is not None:
+            return self._random_ids(prompt.num_random_tokens, f"{seed} {prompt.id}")
         if len(prompt.messages) == 1 and prompt.messages[0]["role"] == "user":
             return encode_prompt(self.tokenizer, prompt.messages[0]["content"], raw=raw)
         return encode_prompt(self.tokenizer, list(prompt.messages), raw=raw)
+
+    def _random_ids(self, count: int, seed: str) -> list[int]:
+        generator = random.Random(seed)
+        ends = self.eos_ids()
+        vocab_size = int(self.model.config.get_text_config().vocab_size)
+        allowed = [token for token in range(vocab_size) if token not in ends]
+        return generator.choices(allowed, k=count)
 
 
 def tree_request(tree: str) -> TreeRequest:
@@ -127,8 +143,20 @@ def parse_temperatures(text: str) -> tuple[float, ...]:
     return temperatures
 
 
-def add_options(parser: argparse.ArgumentParser, *, num_prompts: int, max_new_tokens: int) -> None:
-    """The options that all commands share; the arguments are this command's defaults."""
+@dataclass(frozen=True)
+class Amount:
+    """How much a command does where the options do not say."""
+
+    num_prompts: int
+    max_new_tokens: int
+    repetitions: int = 1
+
+
+QUICK = Amount(num_prompts=3, max_new_tokens=48, repetitions=2)
+
+
+def add_options(parser: argparse.ArgumentParser, usual: Amount) -> None:
+    """The options that all commands share; ``usual`` is this command's."""
     model = parser.add_argument_group("model")
     model.add_argument("--model", default=next(iter(DEFAULT_MODELS)), help="name, id or folder")
     model.add_argument("--heads", default="auto", help="folder of draft heads, auto, or none")
@@ -137,21 +165,58 @@ def add_options(parser: argparse.ArgumentParser, *, num_prompts: int, max_new_to
     model.add_argument("--threads", type=int, help="CPU threads; torch's own choice if not given")
     work = parser.add_argument_group("work")
     work.add_argument(
+        "--quick",
+        action="store_true",
+        help=f"a first answer: {QUICK.num_prompts} prompts, {QUICK.max_new_tokens} tokens, "
+        f"{QUICK.repetitions} repetitions where not given",
+    )
+    work.add_argument(
         "--prompts", default=BUILTIN, help=f"JSON Lines file, {BUILTIN}, or - (stdin)"
     )
     work.add_argument(
-        "--num-prompts", type=int, metavar="N", help=f"how many, evenly over kinds ({num_prompts})"
+        "--num-prompts",
+        type=int,
+        metavar="N",
+        help=f"how many, evenly over kinds; up to {usual.num_prompts} if not given",
     )
     work.add_argument("--raw", action="store_true", help="do not use the chat template")
-    work.add_argument("--max-new-tokens", type=int, default=max_new_tokens, metavar="N")
+    work.add_argument(
+        "--max-new-tokens", type=int, metavar="N", help=f"{usual.max_new_tokens} if not given"
+    )
     work.add_argument("--ignore-eos", action="store_true", help="go on past the end of the text")
-    work.add_argument("--seed", type=int, default=0, help="of sampling")
+    work.add_argument(
+        "--input-len", metavar="N,N", help="prompts of so many random ids instead, commas"
+    )
+    work.add_argument(
+        "--output-len", type=int, metavar="N", help="the same as --max-new-tokens N --ignore-eos"
+    )
+    work.add_argument("--seed", type=int, default=0, help="of sampling and random prompts")
     result = parser.add_argument_group("result")
     result.add_argument("--output", default="table", choices=list(FORMATS), help="to stdout")
     result.add_argument(
         "--save-result", metavar="FOLDER", help="keep records and report; resumes a stopped run"
     )
-    parser.set_defaults(default_num_prompts=num_prompts)
+    parser.set_defaults(usual=usual)
+
+
+def parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse, and fill in the amounts that were not given.
+
+    Raises:
+        ValueError: options contradict each other.
+    """
+    options = parser.parse_args(arguments)
+    amount = QUICK if options.quick else options.usual
+    if options.output_len is not None:
+        if options.max_new_tokens is not None:
+            raise ValueError("--output-len and --max-new-tokens were both given: give one")
+        options.max_new_tokens, options.ignore_eos = options.output_len, True
+    if options.max_new_tokens is None:
+        options.max_new_tokens = amount.max_new_tokens
+    if getattr(options, "repetitions", 1) is None:
+        options.repetitions = amount.repetitions
+    options.default_num_prompts = amount.num_prompts
+    return options
 
 
 @dataclass(frozen=True)
@@ -175,8 +240,23 @@ class Task:
             max_new_tokens=options.max_new_tokens, seed=options.seed, ignore_eos=options.ignore_eos
         )
         folder = RunFolder(options.save_result)
-        prompts = load_prompts(options.prompts, options.num_prompts, options.default_num_prompts)
-        return cls(prompts, folder, config)
+        return cls(_prompts(options), folder, config)
+
+
+def _prompts(options: argparse.Namespace) -> PromptSet:
+    if options.input_len is None:
+        return load_prompts(options.prompts, options.num_prompts, options.default_num_prompts)
+    if options.prompts != BUILTIN:
+        raise ValueError("--prompts and --input-len were both given: give one")
+    try:
+        lengths = [int(part) for part in options.input_len.split(",") if part.strip()]
+    except ValueError as error:
+        raise ValueError(
+            f"input lengths are {options.input_len!r}: give numbers with commas, like 256,1024"
+        ) from error
+    if not lengths:
+        raise ValueError("no input length was given: give numbers with commas, like 256,1024")
+    return random_prompts(lengths, options.num_prompts or 1)
 
 
 def load(options: argparse.Namespace) -> Workbench:
@@ -203,7 +283,7 @@ def load(options: argparse.Namespace) -> Workbench:
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     """The options that decide the figures: two parts of one run must share them."""
-    free = {"output", "save_result", "default_num_prompts", "run"}
+    free = {"output", "save_result", "default_num_prompts", "usual", "quick", "output_len"}
     settings = {key: value for key, value in vars(options).items() if key not in free}
     for key in ("model", "heads", "prompts"):
         # A folder is the same folder from wherever the command is given.

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from specdeft.bench import acceptance, cli, identity, latency
+from specdeft.bench.baselines import PlannedRow, make_rows
 from specdeft.bench.gate import Verdict, judge
 from specdeft.bench.metrics import Run
-from specdeft.bench.rows import DecoderRow, TransformersRow, make_rows
+from specdeft.bench.reference_rows import TransformersRow
+from specdeft.bench.rows import DecoderRow
 from specdeft.bench.run_folder import RunFolder
 from specdeft.bench.workbench import Workbench, parse_temperatures, parse_trees
 from specdeft.config import GenerationConfig
@@ -122,6 +124,18 @@ def test_at_a_temperature_transformers_is_left_out(bench, prompts, capsys):
     assert all(row["identical_prompts"] == 2 for row in rows)
 
 
+def test_random_prompts_of_given_lengths(bench, capsys):
+    arguments = ["latency", "--trees", "chain-2", "--input-len", "5,40", "--output-len", "9"]
+    assert cli.main([*arguments, "-r", "1", "--dtype", "float32", "--output", "json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    tree = data["rows"][-1]
+    assert tree["num_output_tokens"] == 18
+    assert set(tree["by_kind"]) == {"5 tokens", "40 tokens"}
+    context = (5 + 40) / 2 + 4
+    assert tree["kv_analytic"]["num_context_tokens"] == pytest.approx(context, abs=1)
+    assert tree["kv_analytic"]["kv_read_ratio_vs_per_path"] == 1.0
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -132,6 +146,14 @@ def test_at_a_temperature_transformers_is_left_out(bench, prompts, capsys):
         (["latency", "--trees", "chain-9"], "9"),
         (["latency", "--temperature", "0,1"], "give one number"),
         (["latency", "-r", "0"], "repetitions is 0"),
+        (["latency", "--baselines", "magic"], "there is no baseline 'magic': give none or trans"),
+        (["latency", "--trees", "chain-2", "--baselines", "replay"], "give --replay FILE"),
+        (
+            ["latency", "--trees", "chain-2", "--baselines", "transformers-assisted"],
+            "give --assistant NAME",
+        ),
+        (["latency", "--output-len", "3"], "--output-len and --max-new-tokens"),
+        (["latency", "--input-len", "3"], "--prompts and --input-len"),
         (["identity", "--temperatures", "warm"], "give numbers with commas"),
         (["identity", "--temperatures", "-1"], "temperature is -1"),
         (["acceptance", "--threads", "0"], "threads is 0"),
@@ -193,7 +215,7 @@ def test_both_sides_obey_the_same_end():
         config = GenerationConfig(max_new_tokens=30, ignore_eos=ignore_eos)
         texts = {
             row.run(prompt_ids(7), config).token_ids
-            for row in make_rows(["deft-32"], bench, transformers=True)
+            for row in make_rows(("deft-32",), ("transformers",), bench, argparse.Namespace())
         }
         assert len(texts) == 1
         (text,) = texts
@@ -217,6 +239,31 @@ def test_the_gate_in_sixteen_bits_lets_near_ties_pass_and_nothing_else():
     shorter = judge(engine, prompt, plain[:8], plain, config)
     assert shorter.first_difference == 8
     assert shorter.margin_ulp is None
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_planned_drafts_accept_as_planned_and_change_nothing(temperature):
+    bench = tiny_bench()
+    config = GenerationConfig(max_new_tokens=31, ignore_eos=True, temperature=temperature)
+    plain = DecoderRow("plain", bench)
+    text = plain.run(prompt_ids(7), config).token_ids
+    oracle = PlannedRow("oracle", "chain-2", bench, plain).run(prompt_ids(7), config)
+    random = PlannedRow("random", "deft-32", bench, plain).run(prompt_ids(7), config)
+    replay = PlannedRow("replay", "deft-32", bench, plain, [[2, 0, 1]])
+    first, second = replay.run(prompt_ids(7), config), replay.run(prompt_ids(7), config)
+    assert oracle.token_ids == random.token_ids == first.token_ids == second.token_ids == text
+    assert oracle.per_step_accepted == (2,) * 10
+    assert set(random.per_step_accepted) == {0}
+    assert first.per_step_accepted == second.per_step_accepted == (2, 0, 1) * 5
+
+
+def test_prompt_lookup_of_transformers_gives_the_same_text():
+    bench = tiny_bench()
+    config = GenerationConfig(max_new_tokens=30, ignore_eos=True)
+    (row, plain) = make_rows((), ("transformers-lookup",), bench, argparse.Namespace())
+    run = row.run(prompt_ids(7) * 2, config)
+    assert run.token_ids == plain.run(prompt_ids(7) * 2, config).token_ids
+    assert not row.is_ours
 
 
 # ---- the latency harness on a scripted clock

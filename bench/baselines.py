@@ -1,0 +1,169 @@
+"""The rows beside our trees, by name: yardsticks, and the ceiling and the floor of our engine."""
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specdeft.bench.drafts import PlannedHeads, read_accept_lengths
+from specdeft.bench.metrics import Run
+from specdeft.bench.reference_rows import TRANSFORMERS, TransformersRow
+from specdeft.bench.rows import DecoderRow, Row
+from specdeft.bench.workbench import PLAIN, Workbench, tree_request
+from specdeft.config import GenerationConfig
+from specdeft.decoder import SpecDecoder
+from specdeft.loading import load_target
+from specdeft.trees.named import NAMED_TREES, named_tree
+from specdeft.trees.token_tree import TokenTree
+
+# As transformers' documentation suggests.
+_LOOKUP_TOKENS = 10
+
+
+class PlannedRow(DecoderRow):
+    """Our engine with drafts that follow a plan; see `drafts`."""
+
+    def __init__(
+        self,
+        kind: str,
+        tree: str,
+        bench: Workbench,
+        plain: DecoderRow,
+        lengths: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Args: "oracle", "random" or "replay"; the tree's name; what it runs on; the row that
+        gives the continuation; for a replay, the lengths of its texts, taken in turn."""
+        shape = bench.decoder(tree).tree if bench.heads else _tree_without_heads(tree)
+        self._heads = PlannedHeads(
+            shape,
+            bench.model.get_output_embeddings().weight.shape[0],
+            plain.decoder.device,
+            int(bench.model.config.get_text_config().max_position_embeddings),
+            bench.heads,
+        )
+        heads: Any = self._heads
+        decoder = SpecDecoder(bench.model, bench.tokenizer, heads, tree=shape, clock=bench.clock)
+        super().__init__(f"{kind}({tree})", bench, decoder)
+        self._plain = plain
+        fixed = {"oracle": [[shape.max_depth]], "random": [[0]]}
+        self._lengths = lengths or fixed[kind]
+        self._texts: dict[tuple[tuple[int, ...], GenerationConfig], tuple[int, ...]] = {}
+
+    def run(self, prompt_ids: Sequence[int], config: GenerationConfig) -> Run:
+        """Generate; plain decoding gives the continuation first, outside the measured time."""
+        key = (tuple(prompt_ids), config)
+        if key not in self._texts:
+            self._texts[key] = self._plain.run(prompt_ids, config).token_ids
+        index = list(self._texts).index(key)
+        self._heads.plan(self._texts[key], self._lengths[index % len(self._lengths)])
+        return super().run(prompt_ids, config)
+
+
+def _tree_without_heads(tree: str) -> TokenTree:
+    """A tree by name or file; a number of nodes needs calibrated heads."""
+    request = tree_request(tree)
+    if isinstance(request, TokenTree):
+        return request
+    if tree in NAMED_TREES:
+        return named_tree(tree)
+    if Path(tree).suffix == ".json":
+        return TokenTree.load(tree)
+    raise ValueError(
+        f"the tree {tree!r} needs calibrated heads and there are none: name one of chain-N, "
+        f"{', '.join(NAMED_TREES)}, or give a JSON file"
+    )
+
+
+@dataclass(frozen=True)
+class Request:
+    """What baselines are built from."""
+
+    bench: Workbench
+    plain: DecoderRow
+    trees: tuple[str, ...]
+    options: argparse.Namespace
+
+
+def _transformers(request: Request) -> list[Row]:
+    return [TransformersRow(request.bench)]
+
+
+def _lookup(request: Request) -> list[Row]:
+    settings = {"prompt_lookup_num_tokens": _LOOKUP_TOKENS}
+    return [TransformersRow(request.bench, "transformers-lookup", settings)]
+
+
+def _compiled(request: Request) -> list[Row]:
+    if request.plain.decoder.device.type != "cuda":
+        raise ValueError("transformers-compiled is measured on CUDA only: leave it out on a CPU")
+    settings = {"cache_implementation": "static"}
+    return [TransformersRow(request.bench, "transformers-compiled", settings)]
+
+
+def _assisted(request: Request) -> list[Row]:
+    name = request.options.assistant
+    if name is None:
+        raise ValueError("transformers-assisted needs a model that drafts: give --assistant NAME")
+    model = request.bench.model
+    loaded = load_target(name, dtype=model.dtype, device=request.plain.decoder.device)
+    return [TransformersRow(request.bench, "transformers-assisted", assistant=loaded.model)]
+
+
+def _planned(kind: str) -> Callable[[Request], list[Row]]:
+    def build(request: Request) -> list[Row]:
+        lengths = None
+        if kind == "replay":
+            if request.options.replay is None:
+                raise ValueError("replay needs recorded accept lengths: give --replay FILE")
+            lengths = read_accept_lengths(request.options.replay)
+        return [
+            PlannedRow(kind, tree, request.bench, request.plain, lengths)
+            for tree in request.trees
+            if tree != PLAIN
+        ]
+
+    return build
+
+
+BASELINES: dict[str, Callable[[Request], list[Row]]] = {
+    TRANSFORMERS: _transformers,
+    "transformers-lookup": _lookup,
+    "transformers-compiled": _compiled,
+    "transformers-assisted": _assisted,
+    "oracle": _planned("oracle"),
+    "random": _planned("random"),
+    "replay": _planned("replay"),
+}
+
+
+def parse_baselines(text: str) -> tuple[str, ...]:
+    """Names of baselines from a list with commas; "none" is no name.
+
+    Raises:
+        ValueError: there is no such baseline; the valid ones are listed.
+    """
+    names = tuple(name.strip() for name in text.split(",") if name.strip() not in ("", "none"))
+    for name in names:
+        if name not in BASELINES:
+            raise ValueError(f"there is no baseline {name!r}: give none or {', '.join(BASELINES)}")
+    return tuple(dict.fromkeys(names))
+
+
+def make_rows(
+    trees: tuple[str, ...],
+    baselines: Sequence[str],
+    bench: Workbench,
+    options: argparse.Namespace,
+) -> list[Row]:
+    """The rows of a run in order: yardsticks, plain decoding, our trees, planned drafts.
+
+    Raises:
+        ValueError: a tree or a baseline cannot be run here.
+    """
+    plain = DecoderRow(PLAIN, bench)
+    ours = [DecoderRow(tree, bench) for tree in trees if tree != PLAIN]
+    request = Request(bench, plain, trees, options)
+    beside = [row for name in baselines for row in BASELINES[name](request)]
+    references = [row for row in beside if not row.is_ours]
+    return [*references, plain, *ours, *(row for row in beside if row.is_ours)]

@@ -1,0 +1,52 @@
+"""Recorded accept lengths, and what a step must read, by hand."""
+
+import json
+
+import pytest
+import torch
+
+from specdeft.bench.analytic import kv_read_bytes_per_step, kv_read_ratio_vs_per_path
+from specdeft.bench.drafts import PlannedHeads, read_accept_lengths
+from specdeft.kv_tree import KVShape
+from specdeft.trees.token_tree import TokenTree
+
+
+def test_lengths_count_the_bonus(tmp_path):
+    path = tmp_path / "lengths.json"
+    path.write_text(json.dumps({"accept_lengths": [[1, 3, 0], [5]]}))
+    assert read_accept_lengths(path) == [[0, 2, 0], [4]]
+    path.write_text("[[2]]")
+    assert read_accept_lengths(path) == [[1]]
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[]", "[[]]", "[[1.5]]", "[[true]]", "[[-1]]", "3"])
+def test_what_is_not_lengths_is_refused(tmp_path, text):
+    path = tmp_path / "lengths.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"lengths\.json"):
+        read_accept_lengths(path)
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_accept_lengths(tmp_path / "nowhere.json")
+
+
+def test_planned_tokens_are_distinct_and_right_only_where_planned():
+    tree = TokenTree.full([3, 2])
+    heads = PlannedHeads(tree, 11, torch.device("cpu"), 20, None)
+    heads.plan([4, 10, 6, 7, 8], [1, 2])
+    anything = torch.zeros(1)
+    module = torch.nn.Identity()
+    first = heads.draft(anything, anything, module, module, 3)
+    assert first.shape == (1, 2, 3)
+    assert first[0, 0].tolist() == [10, 1, 2]  # rank 0 is on the path
+    assert first[0, 1].tolist() == [7, 8, 9]  # 6 is right, and nowhere
+    second = heads.draft(anything, anything, module, module, 3)
+    assert second[0, 0, 0] == 7
+    assert second[0, 1, 0] == 8
+
+
+def test_kv_reads_by_hand():
+    shape = KVShape(num_layers=2, num_kv_heads=3, head_dim=4)
+    tree = TokenTree.full([2, 2])  # 7 nodes, 4 paths of 3 nodes
+    assert kv_read_bytes_per_step(shape, torch.bfloat16, tree, 93) == 100 * 2 * 2 * 3 * 4 * 2
+    assert kv_read_ratio_vs_per_path(tree, 93) == pytest.approx(4 * 96 / 100)
+    assert kv_read_ratio_vs_per_path(TokenTree.chain(4), 50) == 1.0
