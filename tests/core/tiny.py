@@ -164,13 +164,14 @@ class DeviceScriptedHeads(nn.Module):
         self, continuation: Sequence[int], path: Sequence[int], lengths: Sequence[int], device: Any
     ) -> None:
         super().__init__()
-        self.config = SimpleNamespace(num_heads=len(path), num_logits=VOCAB_SIZE)
+        num_heads = 5
+        self.config = SimpleNamespace(num_heads=num_heads, num_logits=VOCAB_SIZE)
         # Past the known text anything goes: those tokens are cut.
         padded = [*continuation, *[1] * 64]
         self.continuation = torch.tensor(padded, device=device)
-        self.path = torch.tensor(path, device=device)
+        self.path = torch.tensor([*path, *[0] * (num_heads - len(path))], device=device)
         self.script = torch.tensor(lengths, device=device).clamp(max=len(path))
-        self.head = torch.arange(len(path), device=device)
+        self.head = torch.arange(num_heads, device=device)
         self.at = torch.zeros((), dtype=torch.int64, device=device)
         self.step = torch.zeros((), dtype=torch.int64, device=device)
 
