@@ -30,8 +30,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdeft.kernels.launch_shape import MIN_BLOCKS, LaunchShape, launch_shape
-from specdeft.kernels.merge import blocks_of_tile, merge_kernel, splits_used, store_rows
+from specdeft.kernels.launch_shape import MIN_BLOCKS, Kernel, LaunchShape, launch_shape
+from specdeft.kernels.merge import (
+    TAIL_WEIGHT,
+    blocks_of_tile,
+    merge_kernel,
+    split_begin,
+    splits_used,
+    store_rows,
+)
 from specdeft.kernels.tile_ops import (
     NO_SCORE,
     bit_columns,
@@ -44,7 +51,7 @@ from specdeft.kernels.tile_ops import (
 
 __all__ = ["Scratch", "allocate_scratch", "launch_shape", "tree_attention"]
 
-_MERGED_ROWS = 8
+_MERGE_TILE = 8192  # floats of partials a merge program holds: 64 registers in 4 warps
 _SHORT_TAIL_NODES = 256  # up to here the masked loop is too short to pay for a pipeline's memory
 
 
@@ -155,6 +162,8 @@ def _tree_attention_kernel(
     MIN_BLOCKS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
     HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:  # launched while the kernel before still ends: what it wrote is complete from here on
+        tl.extra.cuda.gdc_wait()
     i_tile = tl.program_id(0)  # fastest: the row tiles of a split share its KV through L2
     i_head = tl.program_id(1)
     i_split = tl.program_id(2) % num_splits
@@ -164,8 +173,9 @@ def _tree_attention_kernel(
     used = splits_used(end - begin, num_splits, MIN_BLOCKS)
     if i_split >= used:
         return
-    first = begin + (end - begin) * i_split // used
-    last = begin + (end - begin) * (i_split + 1) // used
+    all_see_to = length // BLOCK
+    first = split_begin(i_split, used, begin, end, all_see_to, TAIL_WEIGHT)
+    last = split_begin(i_split + 1, used, begin, end, all_see_to, TAIL_WEIGHT)
 
     o_row = i_tile * ROWS + tl.arange(0, ROWS)
     o_dim = tl.arange(0, DIM_PADDED)
@@ -198,7 +208,6 @@ def _tree_attention_kernel(
             MASKED_TILE, PAGE_SIZE, PAGED, DIM, DIM_PADDED, WINDOW, CAPPED, PRECISION,
             MASKED_STAGES,
         )  # fmt: skip
-    all_see_to = length // BLOCK
     b_acc, b_max, b_sum = _visible_blocks(
         b_acc, b_max, b_sum, b_q, tl.maximum(first, all_see_from), tl.minimum(last, all_see_to),
         k_head, v_head, table_row, first_slot, end - 1, stride_slot, scale, cap,
@@ -211,7 +220,7 @@ def _tree_attention_kernel(
         MASKED_TILE, PAGE_SIZE, PAGED, DIM, DIM_PADDED, WINDOW, CAPPED, PRECISION,
             MASKED_STAGES,
     )  # fmt: skip
-    if PDL:
+    if PDL and not ONE_SPLIT:
         tl.extra.cuda.gdc_launch_dependents()
     if ONE_SPLIT:
         store_rows(
@@ -290,6 +299,8 @@ def tree_attention(
         max_tokens=max_context + num_nodes,
         dtype=q.dtype,
         device=q.device,
+        page_size=None if page_table is None else page_size,
+        plain=window is None and softcap is None,
     )
     tile, splits = shape.tile, shape.num_splits
     out = torch.empty_like(q) if out is None else out
@@ -304,82 +315,104 @@ def tree_attention(
             f"scratch of shape {tuple(part_out.shape)} does not fit {splits} splits of "
             f"{shape.num_rows} rows: take it from allocate_scratch with this call's launch_shape"
         )
-    dependent = splits > 1 and _can_launch_dependents(q)
     common = {
         "KV_HEADS": kv_heads,
         "GROUP": group,
         "DIM": head_dim,
-        "DIM_PADDED": triton.next_power_of_2(head_dim),
         "ROWS": tile.rows,
         "BLOCK": tile.block,
         "MIN_BLOCKS": MIN_BLOCKS,
-        "WINDOW": window or 0,
         "HAS_SINKS": sinks is not None,
-        "PDL": dependent,
     }
-    per_sequence = mask_words.ndim == 3
-    _tree_attention_kernel[(shape.num_row_tiles, kv_heads, batch * splits)](
-        q_ptr=q,
-        k_ptr=k_pool,
-        v_ptr=v_pool,
-        out_ptr=out,
-        lse_ptr=lse,
-        part_out_ptr=part_out,
-        part_lse_ptr=part_lse,
-        lengths_ptr=lengths,
-        words_ptr=mask_words,
-        depths_ptr=lengths if depths is None else depths,
-        table_ptr=lengths if page_table is None else page_table,
-        sinks_ptr=lengths if sinks is None else sinks,
-        num_nodes=num_nodes,
-        num_rows=shape.num_rows,
-        num_words=mask_words.shape[-1],
-        num_splits=splits,
-        capacity=capacity,
-        scale=scale if softcap is not None else scale * math.log2(math.e),
-        cap=softcap or 1.0,
-        q_stride_b=q.stride(0),
-        q_stride_n=q.stride(1),
-        q_stride_h=q.stride(2),
-        out_stride_b=out.stride(0),
-        out_stride_n=out.stride(1),
-        out_stride_h=out.stride(2),
-        stride_slot=k_pool.stride(0),
-        stride_head=k_pool.stride(1),
-        words_stride_b=mask_words.stride(0) if per_sequence else 0,
-        table_stride=0 if page_table is None else page_table.stride(0),
-        MASKED_TILE=min(64, tile.block),
-        MASKED_STAGES=masked_stages(num_nodes, q.dtype),
-        PAGE_SIZE=page_size,
-        PAGED=page_table is not None,
-        ONE_SPLIT=splits == 1,
-        CAPPED=softcap is not None,
-        PRECISION=dot_precision(q),
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        **common,
-    )
+    given = {
+        "q_ptr": q,
+        "out_ptr": out,
+        "lse_ptr": lse,
+        "part_out_ptr": part_out,
+        "part_lse_ptr": part_lse,
+        "lengths_ptr": lengths,
+        "words_ptr": mask_words,
+        "table_ptr": lengths if page_table is None else page_table,
+        "sinks_ptr": lengths if sinks is None else sinks,
+        "num_nodes": num_nodes,
+        "num_rows": shape.num_rows,
+        "num_words": mask_words.shape[-1],
+        "num_splits": splits,
+        "capacity": capacity,
+        "q_stride_b": q.stride(0),
+        "q_stride_n": q.stride(1),
+        "q_stride_h": q.stride(2),
+        "out_stride_b": out.stride(0),
+        "out_stride_n": out.stride(1),
+        "out_stride_h": out.stride(2),
+        "words_stride_b": mask_words.stride(0) if mask_words.ndim == 3 else 0,
+        "table_stride": 0 if page_table is None else page_table.stride(0),
+        "PAGE_SIZE": page_size,
+        "PAGED": page_table is not None,
+        "ONE_SPLIT": splits == 1,
+        "num_warps": tile.num_warps,
+    }
+    dependent = _can_launch_dependents(q)
+    launch = {"launch_pdl": True} if dependent else {}
+    grid = (shape.num_row_tiles, kv_heads, batch * splits)
+    if tile.kernel is Kernel.HOPPER:
+        from specdeft.kernels import flatten_hopper  # Gluon's Hopper half exists on such a device
+
+        flatten_hopper.launch(
+            grid,
+            k_pool,
+            v_pool,
+            scale=scale,
+            num_stages=tile.num_stages,
+            **given,
+            **common,
+            **launch,
+        )
+    else:
+        _tree_attention_kernel[grid](
+            k_ptr=k_pool,
+            v_ptr=v_pool,
+            depths_ptr=lengths if depths is None else depths,
+            scale=scale if softcap is not None else scale * math.log2(math.e),
+            cap=softcap or 1.0,
+            stride_slot=k_pool.stride(0),
+            stride_head=k_pool.stride(1),
+            DIM_PADDED=triton.next_power_of_2(head_dim),
+            MASKED_TILE=min(64, tile.block),
+            MASKED_STAGES=masked_stages(num_nodes, q.dtype),
+            WINDOW=window or 0,
+            CAPPED=softcap is not None,
+            PRECISION=dot_precision(q),
+            PDL=dependent,
+            num_stages=tile.num_stages,
+            **given,
+            **common,
+            **launch,
+        )
     if splits > 1:
-        merged_grid = (triton.cdiv(shape.num_rows, _MERGED_ROWS), kv_heads, batch)
-        merge_kernel[merged_grid](
+        splits_padded = triton.next_power_of_2(splits)
+        merged = merged_rows(splits_padded, head_dim, tile.rows)
+        merge_kernel[(triton.cdiv(shape.num_rows, merged), kv_heads, batch)](
             part_out_ptr=part_out,
             part_lse_ptr=part_lse,
             out_ptr=out,
             lse_ptr=lse,
             lengths_ptr=lengths,
-            sinks_ptr=lengths if sinks is None else sinks,
+            sinks_ptr=given["sinks_ptr"],
             num_nodes=num_nodes,
             num_rows=shape.num_rows,
             num_splits=splits,
             out_stride_b=out.stride(0),
             out_stride_n=out.stride(1),
             out_stride_h=out.stride(2),
-            MERGED=_MERGED_ROWS,
-            SPLITS_PADDED=triton.next_power_of_2(splits),
-            UNROLL=min(8, triton.next_power_of_2(splits)),
+            DIM_PADDED=triton.next_power_of_2(head_dim),
+            MERGED=merged,
+            SPLITS_PADDED=splits_padded,
+            WINDOW=window or 0,
+            PDL=dependent,
             num_warps=4,
             **common,
-            **({"launch_pdl": True} if dependent else {}),
+            **launch,
         )
     return out, lse
 
@@ -394,6 +427,12 @@ def dot_precision(q: Tensor) -> str:
 def masked_stages(num_nodes: int, dtype: torch.dtype) -> int:
     """Pipeline depth of the masked loop. float32 needs 2: unpipelined, its operands spill."""
     return 1 if num_nodes <= _SHORT_TAIL_NODES and dtype != torch.float32 else 2
+
+
+def merged_rows(splits_padded: int, head_dim: int, tile_rows: int) -> int:
+    """Rows of a merge program: what `_MERGE_TILE` holds, a power of two that divides the tile."""
+    rows: int = _MERGE_TILE // (splits_padded * triton.next_power_of_2(head_dim))
+    return max(1, min(rows, tile_rows, 8))
 
 
 def _can_launch_dependents(q: Tensor) -> bool:

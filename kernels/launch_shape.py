@@ -5,7 +5,8 @@ spreads whatever length it finds over the splits it has (`deft_flatten`). Pure P
 
 Row tile: the fewest of 16, 32, 64 that hold the R = N * G rows of a KV head, else 64: from 64 rows
 up Triton emits wgmma, and two 64-row programs on an SM overlap each other's softmax and matrix work
-better than one of 128 (measured, docs/tuning-attention.md).
+better than one of 128. On Hopper, more than 64 rows go to the kernel of `flatten_hopper` in tiles
+of 128, where its conditions hold (measured, docs/tuning-attention.md).
 
 Splits: enough programs to fill the device once, no second small wave, no split shorter than
 `MIN_BLOCKS` inner steps, weighed against the partials that every further split writes and reads.
@@ -14,6 +15,7 @@ Splits: enough programs to fill the device once, no second small wave, no split 
 from __future__ import annotations
 
 import math
+from enum import Enum
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -21,7 +23,14 @@ import torch
 
 MIN_BLOCKS = 2  # inner steps below which a split costs more than it spreads
 INTERPRETED_SMS = 8  # a CPU has none: the interpreter runs programs one by one
-MAX_SPLITS = 128
+MAX_SPLITS = 64
+
+
+class Kernel(Enum):
+    """Which partials kernel runs; both take the same plan and give the same result."""
+
+    TRITON = "triton"
+    HOPPER = "hopper"
 
 
 class TileShape(NamedTuple):
@@ -32,6 +41,7 @@ class TileShape(NamedTuple):
     num_warps: int
     num_stages: int
     programs_per_sm: int
+    kernel: Kernel = Kernel.TRITON
 
 
 class LaunchShape(NamedTuple):
@@ -54,14 +64,26 @@ def launch_shape(
     max_tokens: int,
     dtype: torch.dtype,
     device: torch.device,
+    page_size: int | None = None,
+    plain: bool = True,
 ) -> LaunchShape:
-    """Choose for at most max_tokens = max_context + N tokens per sequence."""
+    """Choose for at most max_tokens = max_context + N tokens per sequence.
+
+    page_size None: not paged. plain: neither window nor softcap, which `flatten_hopper` lacks.
+    """
     num_rows = num_nodes * (query_heads // kv_heads)
-    tile = tile_shape(num_rows, head_dim, dtype)
+    block = hopper_block(num_rows, head_dim, dtype, page_size) if plain else None
+    if block is not None and is_hopper(device):
+        stages = 3 if block == 128 else 4
+        tile = TileShape(128, block, 8, stages, 1, Kernel.HOPPER)
+    else:
+        tile = tile_shape(num_rows, head_dim, dtype)
     num_row_tiles = math.ceil(num_rows / tile.rows)
     blocks = max(1, math.ceil(max_tokens / tile.block))
     units = batch * kv_heads * num_row_tiles
-    slots = sm_count(device) * tile.programs_per_sm
+    # One row tile is bound by memory: one program per SM keeps enough loads in flight, and a second
+    # would only double the partials.
+    slots = sm_count(device) * (tile.programs_per_sm if num_row_tiles > 1 else 1)
     return LaunchShape(tile, num_row_tiles, choose_splits(units, blocks, slots, tile), num_rows)
 
 
@@ -73,6 +95,20 @@ def tile_shape(num_rows: int, head_dim: int, dtype: torch.dtype) -> TileShape:
     if head_dim > 128:
         return TileShape(rows, 32 if rows < 64 else 64, 4 if rows < 64 else 8, 2, 1)
     return TileShape(rows, 64, 4, 4 if rows < 64 else 3, 2)
+
+
+def hopper_block(
+    num_rows: int, head_dim: int, dtype: torch.dtype, page_size: int | None
+) -> int | None:
+    """Tokens of a step of the Hopper kernel, or None where the Triton kernel is to run.
+
+    A block is one copy, so it lies in one page; below 65 rows memory is the limit, not the tile.
+    """
+    if num_rows <= 64 or head_dim not in (64, 128) or dtype == torch.float32:
+        return None
+    if page_size is None or page_size >= 128:
+        return 128
+    return 64 if page_size == 64 else None
 
 
 def choose_splits(units: int, blocks: int, slots: int, tile: TileShape) -> int:
@@ -90,6 +126,12 @@ def choose_splits(units: int, blocks: int, slots: int, tile: TileShape) -> int:
         return steps + partials + 2
 
     return min(range(1, most + 1), key=cost)
+
+
+@lru_cache(maxsize=16)
+def is_hopper(device: torch.device) -> bool:
+    """Compute capability 9.0."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @lru_cache(maxsize=16)

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from specdeft.kernels.tile_ops import LN_2, LOG2_E, NO_SCORE
 
-ROWS_PER_PROGRAM = 8
+TAIL_WEIGHT = tl.constexpr(3)
 
 
 @triton.jit
@@ -49,6 +49,19 @@ def splits_used(num_blocks, num_splits, MIN_BLOCKS: tl.constexpr):
     return tl.minimum(num_splits, tl.maximum(num_blocks // MIN_BLOCKS, 1))
 
 
+@triton.jit
+def split_begin(i_split, used, begin, end, num_unmasked, TAIL_WEIGHT: tl.constexpr):
+    """First block of split i_split <= used; blocks past num_unmasked weigh TAIL_WEIGHT each.
+
+    Masked blocks wait for their page ids, keys and values one after the other, so a split that has
+    them gets fewer of the others.
+    """
+    unmasked = tl.minimum(tl.maximum(num_unmasked - begin, 0), end - begin)
+    weight = unmasked + (end - begin - unmasked) * TAIL_WEIGHT
+    at = weight * i_split // used
+    return begin + tl.minimum(at, unmasked) + tl.maximum(at - unmasked, 0) // TAIL_WEIGHT
+
+
 @triton.jit(do_not_specialize=["num_nodes", "num_rows", "num_splits"])
 def merge_kernel(
     part_out_ptr,  # float32 [B, Hkv, S, R, D]
@@ -74,10 +87,12 @@ def merge_kernel(
     HAS_SINKS: tl.constexpr,
     MERGED: tl.constexpr,
     SPLITS_PADDED: tl.constexpr,
-    UNROLL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """MERGED rows of one KV head; MERGED divides ROWS, so they share one row tile."""
+    """MERGED rows of one KV head, all splits in one tile: two loads deep, nothing waits longer.
+
+    MERGED divides ROWS, so the rows share one row tile and one count of used splits.
+    """
     i_rows = tl.program_id(0)
     i_head = tl.program_id(1)
     i_sequence = tl.program_id(2)
@@ -93,25 +108,18 @@ def merge_kernel(
     base = (i_sequence.to(tl.int64) * KV_HEADS + i_head) * num_splits
     if PDL:
         tl.extra.cuda.gdc_wait()
-    b_lse = tl.load(
-        part_lse_ptr + (base + o_split[:, None]) * num_rows + o_row[None, :],
-        mask=(o_split < used)[:, None] & m_row[None, :],
-        other=float("-inf"),
+    o_part = (base + o_split[:, None]) * num_rows + o_row[None, :]
+    m_part = (o_split < used)[:, None] & m_row[None, :]
+    b_lse = tl.load(part_lse_ptr + o_part, mask=m_part, other=float("-inf"))
+    b_parts = tl.load(
+        part_out_ptr + o_part[:, :, None] * DIM + o_dim[None, None, :],
+        mask=m_part[:, :, None] & (o_dim < DIM)[None, None, :],
+        other=0.0,
     )
     b_max = tl.maximum(tl.max(b_lse, 0), NO_SCORE)
-    b_sum = tl.sum(tl.exp2(b_lse - b_max[None, :]), 0)
-    b_out = tl.zeros([MERGED, DIM_PADDED], dtype=tl.float32)
-    p_lse = part_lse_ptr + base * num_rows + o_row
-    p_out = part_out_ptr + (base * num_rows + o_row[:, None]) * DIM + o_dim[None, :]
-
-    for first in range(0, used, UNROLL):
-        for step in tl.static_range(UNROLL):  # independent loads: one latency for UNROLL splits
-            row = (first + step) * num_rows
-            m_used = o_row < tl.where(first + step < used, num_rows, 0)
-            m_part = m_used[:, None] & (o_dim < DIM)[None, :]
-            b_lse_one = tl.load(p_lse + row, mask=m_used, other=float("-inf"))
-            b_part = tl.load(p_out + row.to(tl.int64) * DIM, mask=m_part, other=0.0)
-            b_out += tl.exp2(b_lse_one - b_max)[:, None] * b_part
+    b_weights = tl.exp2(b_lse - b_max[None, :])
+    b_sum = tl.sum(b_weights, 0)
+    b_out = tl.sum(b_parts * b_weights[:, :, None], 0)
     head = i_head * GROUP + o_row % GROUP
     store_rows(
         b_out, b_max, b_sum, o_row // GROUP, head, m_row, o_dim,

@@ -1,0 +1,103 @@
+"""One call of the speculation kernel with everything hostile around it, and its exact answer.
+
+Pools are NaN wherever no token of a sequence stands (page tails included), fresh scratch is
+poisoned by the suite, and pages are shuffled; a read outside the plan turns the result into NaN.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdeft.kernels.deft_flatten import tree_attention
+from specdeft.kernels.launch_shape import LaunchShape, launch_shape
+from specdeft.kernels.reference import tree_attention_reference, tree_visibility
+from specdeft.trees.mask import mask_words_from_ancestors
+from tests.kernels.accuracy import allowed_error, relative_error
+from tests.kernels.random_trees import ancestors_and_depths
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+class Case:
+    """B sequences over one pool, everything random, and the exact answer of each."""
+
+    def __init__(
+        self,
+        lengths: list[int],
+        parents: list[int],
+        *,
+        heads: tuple[int, int, int] = (2, 1, 16),
+        dtype: torch.dtype = torch.float32,
+        page_size: int | None = 64,
+        gain: float = 1.0,
+        **options: Any,
+    ) -> None:
+        torch.manual_seed(len(parents))
+        self.query_heads, self.kv_heads, self.dim = heads
+        self.lengths, self.num_nodes, self.options = lengths, len(parents), options
+        self.ancestors, self.depths = ancestors_and_depths(parents)
+        most = max(lengths) + self.num_nodes
+        self.page_size = page_size or 16
+        pages = -(-most // self.page_size)
+        self.capacity = pages * self.page_size
+        count = len(lengths) * pages
+        self.table = (torch.randperm(count) if page_size else torch.arange(count)).view(-1, pages)
+        self.paged = page_size is not None
+        self.q = (gain * torch.randn(len(lengths), self.num_nodes, *heads[:1], self.dim)).to(dtype)
+        self.pool = torch.full((2, count * self.page_size, *heads[1:]), float("nan"), dtype=dtype)
+        self.rows = []
+        for row, length in enumerate(lengths):
+            fresh = torch.randn(2, length + self.num_nodes, *heads[1:]).to(dtype)
+            position = torch.arange(length + self.num_nodes)
+            slot = self.table[row, position // self.page_size] * self.page_size
+            self.pool[:, slot + position % self.page_size] = fresh
+            self.rows.append(fresh)
+
+    def run(self, shape: LaunchShape | None = None, **changed: Any) -> tuple[Tensor, Tensor]:
+        arguments: dict[str, Any] = {
+            "lengths": torch.tensor(self.lengths, dtype=torch.int32, device=DEVICE),
+            "mask_words": mask_words_from_ancestors(self.ancestors).to(DEVICE),
+            "page_table": self.table.int().to(DEVICE) if self.paged else None,
+            "page_size": self.page_size,
+            "capacity": self.capacity,
+            "max_context": max(self.lengths),
+            "scale": self.dim**-0.5,
+            "depths": self.depths.int().to(DEVICE),
+            "shape": shape,
+            **{k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in self.options.items()},
+            **changed,
+        }
+        pool = self.pool.to(DEVICE)
+        return tree_attention(self.q.to(DEVICE), pool[0], pool[1], **arguments)
+
+    def shape(self, num_splits: int) -> LaunchShape:
+        chosen = launch_shape(
+            batch=len(self.lengths),
+            num_nodes=self.num_nodes,
+            query_heads=self.query_heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.dim,
+            max_tokens=max(self.lengths) + self.num_nodes,
+            dtype=self.q.dtype,
+            device=DEVICE,
+            page_size=self.page_size if self.paged else None,
+            plain=not {"window", "softcap"} & set(self.options),
+        )
+        return chosen._replace(num_splits=num_splits)
+
+    def check(self, num_splits: int | None = None) -> None:
+        out, lse = self.run(None if num_splits is None else self.shape(num_splits))
+        options = {k: v for k, v in self.options.items() if k != "window"}
+        for row, length in enumerate(self.lengths):
+            visible = tree_visibility(
+                self.ancestors, length, depths=self.depths, window=self.options.get("window")
+            )
+            kwargs: dict[str, Any] = {"visible": visible, "scale": self.dim**-0.5, **options}
+            kwargs |= {"q": self.q[row], "k": self.rows[row][0], "v": self.rows[row][1]}
+            exact, exact_lse = tree_attention_reference(**kwargs)
+            dense, dense_lse = tree_attention_reference(**kwargs, dtype=self.q.dtype)
+            limit = allowed_error(dense, exact, self.q.dtype)
+            assert relative_error(out[row], exact) <= limit
+            limit = allowed_error(dense_lse, exact_lse, torch.float32)
+            assert relative_error(lse[row], exact_lse) <= limit
