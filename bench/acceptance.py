@@ -8,6 +8,7 @@ realised.
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from specdeft.bench.manifest import describe_run
@@ -21,12 +22,15 @@ from specdeft.bench.metrics import (
     rank_table,
     repeat_rate_pooled,
 )
+from specdeft.bench.ranks import kept_ranks
 from specdeft.bench.report import Finished, Report, Table
-from specdeft.bench.rows import DecoderRow
+from specdeft.bench.rows import DecoderRow, recorded
 from specdeft.bench.run_folder import RunFolder
 from specdeft.bench.workbench import (
     Amount,
+    HelpFormatter,
     Task,
+    Workbench,
     add_options,
     load,
     parse,
@@ -47,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
         description="Measure tau (tokens a step, the bonus token included) of trees on prompts.",
         epilog="Example: specdeft bench acceptance --trees 16,64 --temperatures 0,0.7 "
         "--prompts questions.jsonl --num-prompts 40",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     options.add_argument("--trees", default="64", help="names, sizes or files, commas")
     options.add_argument("--temperatures", default="0,0.7", help="numbers with commas")
@@ -103,13 +107,14 @@ def main(arguments: Sequence[str]) -> Finished:
     )
     with task.folder as folder:
         folder.open(manifest)
-        measured = measure(rows, configs, task, encoded, folder)
+        measured = measure(bench, rows, configs, task, encoded, folder)
         report = make_report(measured, manifest)
         folder.save(report)
     return Finished(report, options.output)
 
 
 def measure(
+    bench: Workbench,
     rows: Sequence[DecoderRow],
     configs: Sequence[GenerationConfig],
     task: Task,
@@ -123,12 +128,11 @@ def measure(
         for prompt, ids in zip(prompts, encoded, strict=True):
             for c, config in enumerate(configs):
                 for r, row in enumerate(rows):
-                    key = f"{row.name}|T={config.temperature:g}|{prompt.id}"
-                    record = folder.get(key)
-                    if record is None:
-                        record = row.run(ids, config).to_dict()
-                        folder.put(key, record)
-                    runs.setdefault((c, r), []).append(Run.from_dict(record))
+                    name = f"{row.name}, T = {config.temperature:g}"
+                    measure_one = partial(_run_with_ranks, bench, row, ids, config)
+                    key = f"{name}|{prompt.id}"
+                    run = recorded(folder, key, name, prompt.id, measure_one)
+                    runs.setdefault((c, r), []).append(run)
                     done()
     kinds = tuple(prompt.kind for prompt in prompts)
     return [
@@ -143,6 +147,14 @@ def measure(
         for c, config in enumerate(configs)
         for r, row in enumerate(rows)
     ]
+
+
+def _run_with_ranks(
+    bench: Workbench, row: DecoderRow, ids: Sequence[int], config: GenerationConfig
+) -> Run:
+    run = row.run(ids, config)
+    top_k = row.decoder.tree.top_k
+    return replace(run, per_step_ranks=kept_ranks(bench, ids, run, top_k))
 
 
 def figures(measurement: Measurement) -> dict[str, Any]:

@@ -53,10 +53,15 @@ class PlannedRow(DecoderRow):
     def run(self, prompt_ids: Sequence[int], config: GenerationConfig) -> Run:
         """Generate; plain decoding gives the continuation first, outside the measured time."""
         key = (tuple(prompt_ids), config)
-        if key not in self._texts:
+        is_new = key not in self._texts
+        if is_new:
             self._texts[key] = self._plain.run(prompt_ids, config).token_ids
-        index = list(self._texts).index(key)
-        self._heads.plan(self._texts[key], self._lengths[index % len(self._lengths)])
+        lengths = self._lengths[list(self._texts).index(key) % len(self._lengths)]
+        if is_new and self.decoder.device.type == "cuda":
+            # Capturing a graph runs its step, which takes the plan forward: capture beforehand.
+            self._heads.plan(self._texts[key], lengths)
+            super().run(prompt_ids, config)
+        self._heads.plan(self._texts[key], lengths)
         return super().run(prompt_ids, config)
 
 

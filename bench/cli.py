@@ -11,6 +11,7 @@ _COMMANDS = {
     "identity": "is the text that of plain decoding, token for token",
     "acceptance": "tokens a step (tau), by depth and rank, with repeats beside it",
     "latency": "time to first token, per token and end to end, beside plain decoding",
+    "compare": "what changed between two saved runs, beyond noise",
 }
 
 Command = Callable[[Sequence[str]], Finished]

@@ -14,11 +14,12 @@ from specdeft.bench.manifest import describe_run
 from specdeft.bench.metrics import Run, mean_acceptance_length
 from specdeft.bench.reference_rows import TRANSFORMERS, TransformersRow
 from specdeft.bench.report import Finished, Report, Table
-from specdeft.bench.rows import DecoderRow, Row
+from specdeft.bench.rows import DecoderRow, Row, recorded
 from specdeft.bench.run_folder import RunFolder
 from specdeft.bench.workbench import (
     PLAIN,
     Amount,
+    HelpFormatter,
     Task,
     add_options,
     load,
@@ -40,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
         "near ties).",
         epilog="The 40 questions of the README: specdeft bench identity --dtype float32 --prompts "
         "questions.jsonl --num-prompts 40 --trees chain-4,16,64 --save-result results/identity",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     options.add_argument("--trees", default="chain-4,16,64", help="names, sizes or files, commas")
     options.add_argument("--temperatures", default="0,0.7", help="numbers with commas")
@@ -136,12 +137,8 @@ def _recorded(
     folder: RunFolder, row: Row, prompt_id: str, ids: Sequence[int], config: GenerationConfig
 ) -> Run:
     key = _key(row, prompt_id, config)
-    record = folder.get(key)
-    if record is None:
-        run = row.run(ids, config)
-        folder.put(key, run.to_dict())
-        return run
-    return Run.from_dict(record)
+    name = f"{row.name}, T = {config.temperature:g}"
+    return recorded(folder, key, name, prompt_id, lambda: row.run(ids, config))
 
 
 def make_report(outcomes: Sequence[Outcome], manifest: dict[str, Any]) -> Report:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from specdeft.bench.analytic import kv_read_bytes_per_step, kv_read_ratio_vs_per_path
-from specdeft.bench.baselines import BASELINES, make_rows, parse_baselines
+from specdeft.bench.baselines import BASELINES, PlannedRow, make_rows, parse_baselines
 from specdeft.bench.gate import Verdict, judge
 from specdeft.bench.manifest import describe_run
 from specdeft.bench.metrics import (
@@ -30,13 +30,15 @@ from specdeft.bench.metrics import (
     summary,
     ttft_ms,
 )
+from specdeft.bench.phases import StepPhases, measure_phases
 from specdeft.bench.reference_rows import TRANSFORMERS
-from specdeft.bench.report import Finished, Report, Table
-from specdeft.bench.rows import DecoderRow, Row
+from specdeft.bench.report import Cell, Finished, Report, Table
+from specdeft.bench.rows import DecoderRow, Row, recorded
 from specdeft.bench.run_folder import RunFolder
 from specdeft.bench.workbench import (
     PLAIN,
     Amount,
+    HelpFormatter,
     Task,
     Workbench,
     add_options,
@@ -48,8 +50,10 @@ from specdeft.bench.workbench import (
     settings_of,
 )
 from specdeft.config import GenerationConfig
+from specdeft.graphs import context_bucket
 
 _WARM_UP_TOKENS = 16
+_PHASE_TOKENS = 32
 Judge = Callable[[Sequence[int], tuple[int, ...], tuple[int, ...]], Verdict]
 _TIMES = ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms")
 
@@ -61,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
         description="Time to first token, per token, between emissions and end to end; ratios to "
         "plain decoding and to transformers generate, paired by prompt.",
         epilog="Example: specdeft bench latency --dtype bfloat16 --trees auto,16 --num-prompts 10",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     options.add_argument("--trees", default="auto", help="names, sizes or files, commas")
     options.add_argument("--temperature", default="0", help="0 is greedy")
@@ -87,6 +91,7 @@ class RowResult:
         name, is_ours: the row's.
         kinds: of the prompts.
         kv: analytic figures of the KV cache; empty where the row is not our engine.
+        phases_ms: medians over the steps of one text; empty where they were not measured.
         cold_start_s: its first call in this process, which warms it up; None without warm-up.
         runs: [prompt][repetition].
         verdicts: of each prompt's first repetition, against plain decoding.
@@ -97,6 +102,7 @@ class RowResult:
     is_ours: bool
     kinds: tuple[str, ...] = ()
     kv: dict[str, float] = field(default_factory=dict)
+    phases_ms: dict[str, float] = field(default_factory=dict)
     cold_start_s: float | None = None
     runs: list[list[Run]] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
@@ -160,6 +166,7 @@ def main(arguments: Sequence[str]) -> Finished:
         for row, result in zip(rows, measured, strict=True):
             result.kinds = kinds
             result.kv = _kv_figures(row, result, encoded)
+            result.phases_ms = _phase_figures(row, bench, encoded[0], config)
         reports = [row.decoder.tree_report for row in rows if isinstance(row, DecoderRow)]
         report = make_report(measured, manifest, reports, lossy=options.lossy)
         folder.save(report)
@@ -184,6 +191,20 @@ def _kv_figures(row: Row, result: RowResult, encoded: Sequence[Sequence[int]]) -
     }
 
 
+def _phase_figures(
+    row: Row, bench: Workbench, ids: Sequence[int], config: GenerationConfig
+) -> dict[str, float]:
+    if not isinstance(row, DecoderRow) or isinstance(row, PlannedRow):
+        return {}
+    short = replace(config, max_new_tokens=min(config.max_new_tokens or 0, _PHASE_TOKENS) or None)
+    steps = measure_phases(bench, row.name, ids, short)
+    return {
+        name: statistics.median(getattr(step, name) for step in steps)
+        for name in StepPhases._fields
+        if steps
+    }
+
+
 def measure(
     rows: Sequence[Row],
     bench: Workbench,
@@ -205,14 +226,16 @@ def measure(
     results = [RowResult(row.name, row.is_ours) for row in rows]
     with progress(len(encoded) * repetitions * len(rows), "latency") as done:
         if warm_up:
-            _warm_up(rows, results, bench, config, next(iter(encoded.values())))
+            _warm_up(rows, results, bench, config, list(encoded.values()))
         for prompt_id, ids in encoded.items():
             for result in results:
                 result.runs.append([])
             for repetition in range(repetitions):
                 pairs = list(zip(rows, results, strict=True))
                 for row, result in pairs if repetition % 2 == 0 else reversed(pairs):
-                    run = _recorded(folder, row, config, prompt_id, ids, repetition)
+                    key = f"{row.name}|{prompt_id}|{repetition}"
+                    measure_one = partial(_measured, row, ids, config)
+                    run = recorded(folder, key, row.name, prompt_id, measure_one)
                     result.runs[-1].append(run)
                     done()
             _judge_prompt(results, bench, config, prompt_id, ids, judge_text, folder)
@@ -224,34 +247,27 @@ def _warm_up(
     results: Sequence[RowResult],
     bench: Workbench,
     config: GenerationConfig,
-    ids: Sequence[int],
+    encoded: Sequence[Sequence[int]],
 ) -> None:
+    """The first call is timed apart. On a GPU every context bucket is visited in full length, so
+    that no graph is captured later; on a CPU a few tokens are enough."""
     short = replace(
         config, max_new_tokens=min(config.max_new_tokens or _WARM_UP_TOKENS, _WARM_UP_TOKENS)
     )
+    is_cuda = bench.model.device.type == "cuda"
+    longest = {context_bucket(len(ids)): ids for ids in sorted(encoded, key=len)}
     for row, result in zip(rows, results, strict=True):
         began = bench.clock()
-        row.run(ids, short)
+        row.run(encoded[0], short)
         result.cold_start_s = bench.clock() - began
-        row.run(ids, short)
+        for ids in longest.values() if is_cuda else [encoded[0]]:
+            row.run(ids, config if is_cuda else short)
 
 
-def _recorded(
-    folder: RunFolder,
-    row: Row,
-    config: GenerationConfig,
-    prompt_id: str,
-    ids: Sequence[int],
-    repetition: int,
-) -> Run:
-    key = f"{row.name}|{prompt_id}|{repetition}"
-    record = folder.get(key)
-    if record is None:
-        with _peak_memory() as peak:
-            run = row.run(ids, config)
-        record = replace(run, max_memory_allocated=peak()).to_dict()
-        folder.put(key, record)
-    return Run.from_dict(record)
+def _measured(row: Row, ids: Sequence[int], config: GenerationConfig) -> Run:
+    with _peak_memory() as peak:
+        run = row.run(ids, config)
+    return replace(run, max_memory_allocated=peak())
 
 
 @contextmanager
@@ -312,6 +328,7 @@ def figures(
         "num_output_tokens": sum(len(runs[0].token_ids) for runs in result.runs),
         "max_memory_allocated": _peak(runs),
         "kv_analytic": result.kv,
+        "phases_ms": result.phases_ms,
     }
     if shown:
         known |= latency(runs)
@@ -393,7 +410,9 @@ def make_report(
             table
             for table in (
                 _main_table(found, list(baselines)),
+                _speedup_table(found, list(baselines)),
                 _kind_table(found),
+                _phase_table(found),
                 _kv_table(found),
                 _times_table(found),
             )
@@ -415,38 +434,51 @@ def _why(row: RowResult) -> str:
 
 
 def _main_table(found: Sequence[dict[str, Any]], baselines: Sequence[str]) -> Table:
-    columns = ["row", "nodes", "tau", "tokens/s", "ttft ms", "tpot ms", "p99 gap ms"]
-    for name in baselines:
-        columns += [f"x {name} (decode)", f"x {name} (whole)"]
-    columns += ["identical", "cold start s"]
-    return Table("Latency", tuple(columns), tuple(_main_row(row, baselines) for row in found))
+    ratios = [f"x {name}" for name in baselines]
+    columns = ("row", "nodes", "tau", "tokens/s", "ttft ms", "tpot ms", "p99 gap ms", *ratios)
+    rows = tuple(_main_row(row, baselines) for row in found)
+    return Table("Latency", (*columns, "identical", "cold start s"), rows)
 
 
-def _main_row(
-    figure: dict[str, Any], baselines: Sequence[str]
-) -> tuple[str | int | float | None, ...]:
+def _main_row(figure: dict[str, Any], baselines: Sequence[str]) -> tuple[Cell, ...]:
     def of(name: str, statistic: str) -> float | None:
         known = figure.get(name)
         return known[statistic] if known else None
 
-    ratios = [
-        _ratio(figure.get(f"{kind}_over_{name}"), figure["row"] == name)
-        for name in baselines
-        for kind in ("speedup", "speedup_end_to_end")
-    ]
-    marked = f"{figure['row']} (lossy)" if figure["lossy"] else figure["row"]
     return (
-        marked,
+        f"{figure['row']} (lossy)" if figure["lossy"] else figure["row"],
         figure["num_nodes"],
         figure["mean_acceptance_length"],
         figure.get("median_tokens_per_second"),
         of("ttft_ms", "median"),
         of("tpot_ms", "median"),
         of("itl_ms", "p99"),
-        *ratios,
+        *(of(f"speedup_over_{name}", "median") for name in baselines),
         f"{figure['identical_prompts']}/{figure['num_prompts']}",
         figure["cold_start_s"],
     )
+
+
+def _speedup_table(found: Sequence[dict[str, Any]], baselines: Sequence[str]) -> Table:
+    rows = [
+        (
+            figure["row"],
+            name,
+            measured,
+            known["median"],
+            f"[{known['low']:.3f}, {known['high']:.3f}]",
+            known["pooled"],
+            min(known["per_prompt"]),
+            max(known["per_prompt"]),
+        )
+        for figure in found
+        for name in baselines
+        if name != figure["row"]
+        for measured, key in (("decode", "speedup"), ("whole", "speedup_end_to_end"))
+        if (known := figure.get(f"{key}_over_{name}"))
+    ]
+    columns = ("row", "over", "of", "median", "95 % interval", "pooled", "worst", "best")
+    return Table("Speed-up by prompt", columns, tuple(rows))
 
 
 def _ratio(known: dict[str, Any] | None, is_itself: bool) -> str | None:
@@ -484,6 +516,21 @@ def _kind_table(found: Sequence[dict[str, Any]]) -> Table:
     rows = rows if len({row[0] for row in rows}) > 1 else []
     columns = ("kind", "row", "prompts", "tau", "ttft ms", "decode tokens/s", "x plain (decode)")
     return Table("By kind of prompt", columns, tuple(sorted(rows, key=lambda row: str(row[0]))))
+
+
+def _phase_table(found: Sequence[dict[str, Any]]) -> Table:
+    rows = [
+        (
+            figure["row"],
+            *(phases[name] for name in StepPhases._fields),
+            sum(phases.values()),
+            sum(phases.values()) - phases["verify"],
+        )
+        for figure in found
+        if (phases := figure["phases_ms"])
+    ]
+    columns = ("row", *(f"{name} ms" for name in StepPhases._fields), "step ms", "not forward ms")
+    return Table("Phases of a step (medians, eager, measured apart)", columns, tuple(rows))
 
 
 def _kv_table(found: Sequence[dict[str, Any]]) -> Table:

@@ -131,13 +131,16 @@ def conditional(steps: Sequence[int], max_depth: int) -> list[float | None]:
 
 
 def rank_table(runs: Sequence[Run]) -> list[list[float]]:
-    """[depth - 1][rank]: share of the steps that kept the node of this rank at this depth."""
+    """[depth - 1][rank]: share of the steps that kept the node of this rank at this depth.
+
+    A rank below 0 is not known and in no column."""
     num_steps = sum(len(run.per_step_accepted) for run in runs)
     counts: Counter[tuple[int, int]] = Counter(
         (depth, rank)
         for run in runs
         for ranks in run.per_step_ranks
         for depth, rank in enumerate(ranks)
+        if rank >= 0
     )
     depths = 1 + max((depth for depth, _ in counts), default=-1)
     widths = 1 + max((rank for _, rank in counts), default=-1)

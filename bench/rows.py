@@ -3,11 +3,12 @@
 The clock stands outside the decoders: a run is timed as a reader of its stream sees it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Protocol
 
 from specdeft.bench.metrics import Run
+from specdeft.bench.run_folder import RunFolder
 from specdeft.bench.workbench import Workbench
 from specdeft.config import GenerationConfig
 from specdeft.decoder import SpecDecoder, Stream
@@ -74,6 +75,19 @@ class DecoderRow:
             emission_s=tuple(emission_s),
             e2e_s=e2e_s,
         )
+
+
+def recorded(
+    folder: RunFolder, key: str, row: str, prompt_id: str, measure: Callable[[], Run]
+) -> Run:
+    """The run that the folder holds under this key, measured and kept if it holds none.
+
+    ``row`` names it for `compare`: the row, and what else runs of one prompt differ in."""
+    record = folder.get(key)
+    if record is None:
+        record = {"row": row, "prompt": prompt_id, "run": measure().to_dict()}
+        folder.put(key, record)
+    return Run.from_dict(record["run"])
 
 
 def num_new_tokens(stream: Stream) -> int:

@@ -54,7 +54,7 @@ class RunFolder:
         known = self.folder / "manifest.json"
         if known.exists():
             self._refuse_other(known, manifest)
-            self._records = _read_records(self.folder / "records.jsonl")
+            self._records = read_records(self.folder / "records.jsonl")
         else:
             write_atomically(known, json.dumps(manifest, indent=1) + "\n")
         self._file = (self.folder / "records.jsonl").open("a", encoding="utf-8")
@@ -143,7 +143,7 @@ def _check_writable(folder: Path) -> None:
         )
 
 
-def _read_records(path: Path) -> dict[str, dict[str, Any]]:
+def read_records(path: Path) -> dict[str, dict[str, Any]]:
     """What was recorded; an interrupted last line is cut off and its measurement repeated."""
     if not path.exists():
         return {}

@@ -40,13 +40,19 @@ PLAIN = "plain"
 
 @dataclass(frozen=True)
 class Workbench:
-    """What every decoder of a run shares: the same weights, heads, kernels and clock."""
+    """What every decoder of a run shares: the same weights, heads and clock.
+
+    Attributes:
+        model, tokenizer, heads, values, cuda_graphs, compile, clock: see `SpecDecoder`.
+    """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     heads: MedusaHeads | None
     values: ValuedPaths | None
     clock: Clock = time.perf_counter
+    cuda_graphs: bool | None = None
+    compile: bool = False
 
     def decoder(self, tree: str) -> SpecDecoder:
         """The decoder of a tree as `parse_trees` names it; "plain" is the one-node tree.
@@ -60,6 +66,8 @@ class Workbench:
             self.heads,
             tree=tree_request(tree),
             tree_values=self.values,
+            cuda_graphs=self.cuda_graphs,
+            compile=self.compile,
             clock=self.clock,
         )
 
@@ -155,6 +163,15 @@ class Amount:
 QUICK = Amount(num_prompts=3, max_new_tokens=48, repetitions=2)
 
 
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults that say something."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default in (None, False):
+            return action.help
+        return super()._get_help_string(action)
+
+
 def add_options(parser: argparse.ArgumentParser, usual: Amount) -> None:
     """The options that all commands share; ``usual`` is this command's."""
     model = parser.add_argument_group("model")
@@ -163,6 +180,8 @@ def add_options(parser: argparse.ArgumentParser, usual: Amount) -> None:
     model.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     model.add_argument("--device", default="auto", help="auto, cpu or cuda")
     model.add_argument("--threads", type=int, help="CPU threads; torch's own choice if not given")
+    model.add_argument("--compile", action="store_true", help="torch.compile our forwards (CUDA)")
+    model.add_argument("--no-cuda-graphs", action="store_true", help="run our steps eagerly (CUDA)")
     work = parser.add_argument_group("work")
     work.add_argument(
         "--quick",
@@ -278,6 +297,8 @@ def load(options: argparse.Namespace) -> Workbench:
         loaded.tokenizer,
         found.heads if found else None,
         found.values if found else None,
+        cuda_graphs=False if options.no_cuda_graphs else None,
+        compile=options.compile,
     )
 
 
