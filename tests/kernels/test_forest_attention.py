@@ -75,8 +75,10 @@ def _check(
             "token_positions": forest.token_positions().to(DEVICE),
             "query_positions": forest.query_positions().to(DEVICE),
         }
+    k_pool, v_pool = pool.to(DEVICE)
+    scale = heads[2] ** -0.5
     out, lse = forest_attention(
-        q.to(DEVICE), *pool.to(DEVICE), plan.to(DEVICE), scale=heads[2] ** -0.5, **arguments
+        q.to(DEVICE), k_pool, v_pool, plan.to(DEVICE), scale=scale, **arguments
     )
     expected: dict[str, Any] = {
         "q": q, "k": pool[0, used], "v": pool[1, used], "visible": visible,
@@ -135,9 +137,9 @@ def test_a_query_that_sees_nothing_and_an_empty_forest() -> None:
     _check(forest, Partition.FLATTEN, 64)
     empty = _forest([0], [-1], [0], seed=1)
     q = torch.randn(1, 2, 16, device=DEVICE)
-    pool = torch.full((2, 1, 1, 16), float("nan"), device=DEVICE)
+    pool = torch.full((1, 1, 16), float("nan"), device=DEVICE)
     plan = build_plan(empty, Partition.FLATTEN, tile_queries=4, chunk_tokens=64).to(DEVICE)
-    out, lse = forest_attention(q, *pool, plan, scale=1.0)
+    out, lse = forest_attention(q, pool, pool, plan, scale=1.0)
     assert torch.equal(out, torch.zeros_like(out))
     assert torch.equal(lse, torch.full_like(lse, float("-inf")))
 
@@ -145,13 +147,13 @@ def test_a_query_that_sees_nothing_and_an_empty_forest() -> None:
 def test_partitions_agree_and_repeat_in_bits() -> None:
     forest = _random_forest(15, 11)
     q = torch.randn(forest.num_queries, 2, 16, device=DEVICE)
-    pool = torch.randn(2, 2 * forest.total_tokens + 1, 1, 16, device=DEVICE)
+    k, v = torch.randn(2, 2 * forest.total_tokens + 1, 1, 16, device=DEVICE)
     results: list[Tensor] = []
     for partition, chunk in ((Partition.NODE, None), (Partition.FLATTEN, 64)):
         plan = build_plan(forest, partition, tile_queries=8, chunk_tokens=chunk).to(DEVICE)
         scratch = allocate_forest_scratch(plan, query_heads=2, head_dim=16, device=DEVICE)
-        first, _ = forest_attention(q, *pool, plan, scale=0.25, scratch=scratch)
-        again, _ = forest_attention(q, *pool, plan, scale=0.25, scratch=scratch)
+        first, _ = forest_attention(q, k, v, plan, scale=0.25, scratch=scratch)
+        again, _ = forest_attention(q, k, v, plan, scale=0.25, scratch=scratch)
         assert torch.equal(first, again)
         results.append(first)
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
