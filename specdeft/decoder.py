@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from specdeft.attention import KernelChoice
 from specdeft.batch import Batch
 from specdeft.config import GenerationConfig
+from specdeft.custom_generate import generate_rows
 from specdeft.engine import Engine
 from specdeft.generation import Generation, RunState
 from specdeft.heads.medusa import MedusaHeads
@@ -181,6 +182,34 @@ class SpecDecoder:
         budget = config.token_budget(len(prompt_ids), self._engine.target.max_context)
         choice = self._choice if tree is None else self._choose(tree)
         return Stream(self, prompt_ids, budget, config, choice)
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        generation_config: Any = None,
+        **prepared: Any,
+    ) -> torch.Tensor:
+        """For `model.generate(**inputs, custom_generate=decoder)`: see `custom_generate`.
+
+        Returns:
+            [B, T + new] int64, as `generate` returns it.
+
+        Raises:
+            ValueError: a setting that would change the text is not supported; it is named.
+        """
+        return generate_rows(
+            self,
+            model,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config or model.generation_config,
+            # Not a named parameter: transformers would pass those twice.
+            prepared.get("attention_mask"),
+        )
 
     def plain(self, prompt: Prompt, **settings: Any) -> GenerationResult:
         """`generate` with the one-node tree: plain decoding by the same engine, the baseline."""
