@@ -7,6 +7,7 @@ copies the cache.
 
 from enum import Enum
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -108,39 +109,34 @@ class TritonAttention:
         tree: TreeTensors | None,
         max_context: int,
     ) -> None:
-        from specdeft.kernels import deft_flatten  # needs triton, which the CPU path must not
+        # These need triton, which the CPU path must not.
+        from specdeft.kernels.deft_flatten import tree_attention
+        from specdeft.kernels.kv_store import store_kv
 
-        self._kernel = deft_flatten.tree_attention
+        self._store = store_kv
+        self._tree_attention = tree_attention
         self._cache = cache
-        self._batch = batch
-        self._max_context = max_context
-        self._slots = batch.slots(num_new, cache.page_size)
         device = cache.keys.device
-        self._mask_words = tree.mask_words if tree else _chain_words(num_new, device)
-        self._depths = (tree.depths if tree else torch.arange(num_new, device=device)).int()
+        self._place: dict[str, Any] = {
+            "lengths": batch.lengths,
+            "page_table": batch.page_table,
+            "page_size": cache.page_size,
+            "capacity": cache.page_size * batch.page_table.shape[1],
+        }
+        self._shape: dict[str, Any] = {
+            "mask_words": tree.mask_words if tree else _chain_words(num_new, device),
+            "depths": (tree.depths if tree else torch.arange(num_new, device=device)).int(),
+            "max_context": max_context,
+        }
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
     ) -> Tensor:
         """See `model.LayerAttention`."""
         keys, values = self._cache.keys[layer], self._cache.values[layer]
-        keys.index_copy_(0, self._slots, k.flatten(0, 1))
-        values.index_copy_(0, self._slots, v.flatten(0, 1))
-        out: Tensor = self._kernel(
-            q,
-            keys,
-            values,
-            lengths=self._batch.lengths,
-            mask_words=self._mask_words,
-            page_table=self._batch.page_table,
-            page_size=self._cache.page_size,
-            capacity=self._cache.page_size * self._batch.page_table.shape[1],
-            max_context=self._max_context,
-            scale=options.scale,
-            depths=self._depths,
-            window=options.window,
-            softcap=options.softcap,
-            sinks=options.sinks,
+        self._store(k, v, keys, values, **self._place)
+        out: Tensor = self._tree_attention(
+            q, keys, values, **self._place, **self._shape, **options._asdict()
         )[0]
         return out
 

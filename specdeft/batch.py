@@ -68,10 +68,3 @@ class Batch:
     def size(self) -> int:
         """B."""
         return len(self.sequences)
-
-    def slots(self, num_new: int, page_size: int) -> Tensor:
-        """int64 [B * num_new] pool slots of the tokens after the committed ones."""
-        new = torch.arange(num_new, device=self.lengths.device)
-        position = self.lengths.to(torch.int64)[:, None] + new
-        page = self.page_table.to(torch.int64).gather(1, position // page_size)
-        return (page * page_size + position % page_size).flatten()

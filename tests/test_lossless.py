@@ -152,7 +152,7 @@ def test_the_triton_kernels_under_the_interpreter(family: str) -> None:
     model = tiny_model(family)
     prompt, settings = prompt_ids(WINDOW + 1), {"max_new_tokens": 9, "temperature": 0.7}
     plain = SpecDecoder(model, ByteTokenizer()).generate(prompt, **settings)
-    tree, path = TREES["deft-64"]
-    heads = ScriptedHeads(plain.token_ids, path, [3, 0, 1])
+    tree, path = TREES["full-3-3"]
+    heads = ScriptedHeads(plain.token_ids, path, [2, 0, 1])
     decoder = SpecDecoder(model, ByteTokenizer(), heads, tree=tree, kernels=KernelChoice.TRITON)
     assert decoder.generate(prompt, **settings).token_ids == plain.token_ids
