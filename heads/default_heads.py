@@ -223,6 +223,7 @@ class Maker:
             max_passage=self.options.max_passage,
             seed=self.options.seed,
             time_limit_s=self.options.generate_share * self.left_s,
+            capture=not self.options.no_capture,
         )
         training, held_out = self_generate(self.target, plan).split(
             self.options.held_out, self.options.seed
@@ -330,8 +331,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--compare-share", type=float, default=0.4, help="of the time left, for the comparison")
     add("--count", type=int, default=10_000_000, help="texts to write at most")
     add("--max-tokens", type=int, default=40_000_000, help="tokens to learn from at most")
-    add("--wave-rows", type=int, default=6144)
-    add("--long-wave-rows", type=int, default=3072)
+    add("--wave-rows", type=int, default=5120)
+    add("--long-wave-rows", type=int, default=2048)
+    add("--no-capture", action="store_true", help="write texts without CUDA graphs")
     add("--max-answer", type=int, default=256)
     add("--max-passage", type=int, default=700)
     add("--held-out", type=float, default=0.015)

@@ -202,7 +202,7 @@ def _weight(output_layer: nn.Module) -> Tensor:
     weight = getattr(output_layer, "weight", None)
     if not isinstance(weight, Tensor) or not weight.is_floating_point():
         raise ValueError(
-            f"The target's output layer ({type(output_layer).__name__}) has no floating-point weight "
-            "to take rows from: use heads with output='shared'."
+            f"The target's output layer ({type(output_layer).__name__}) has no floating-point "
+            "weight to take rows from: use heads with output='shared'."
         )
     return weight

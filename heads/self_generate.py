@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from specdeft.heads.documents import Documents, join
 from specdeft.heads.prompts import passage_prompts, short_prompts
-from specdeft.heads.sampler import Limits, Request, Written, write_texts
+from specdeft.heads.sampler import Limits, Request, TextWriter, Written
 from specdeft.heads.target import Target, Turn, chat_turn, load_target
 
 _MAX_PERIOD = 48  # the longest loop looked for, in tokens
@@ -48,6 +48,7 @@ class GenerationPlan:
     temperatures: tuple[float, float] = (0.6, 1.0)
     seed: int = 0
     time_limit_s: float | None = None
+    capture: bool = True
 
 
 @dataclass
@@ -60,6 +61,7 @@ class SelfGenerator:
     wave: int = 0
     passages: list[list[int]] = field(default_factory=list)
     dropped: int = 0
+    _writers: dict[bool, TextWriter] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         self.turn = chat_turn(self.target)
@@ -70,15 +72,32 @@ class SelfGenerator:
         rng = random.Random(self.plan.seed * 1_000_003 + number)
         # Long waves need enough answers to cut passages from.
         is_long = (number + 1) % self.plan.long_every == 0 and len(self.passages) > 8
+        writer = self._writer(is_long)
         requests = self._long_requests(rng) if is_long else self._short_requests(rng)
-        limits = Limits(self.turn.stop_ids, self.turn.after[1:], self.plan.max_answer)
-        generator = torch.Generator(self.target.model.device)
-        generator.manual_seed(rng.randrange(1 << 31))
-        texts = write_texts(self.target.model, requests, limits, generator)
+        fitting = [r for r in requests if writer.limits.positions(r) <= writer.num_positions]
+        texts = writer.write(fitting)
         keep = loop_free_lengths(texts)
         if not is_long:
             self._remember(texts, keep, rng)
-        return self._documents(texts, requests, keep)
+        return self._documents(texts, fitting, keep)
+
+    def _writer(self, is_long: bool) -> TextWriter:
+        """The writer of one kind of wave, kept: its buffers and captured steps are used again."""
+        if is_long not in self._writers:
+            limits = Limits(self.turn.stop_ids, self.turn.after[1:], self.plan.max_answer)
+            frame = len(self.turn.before) + len(self.turn.after) + len(limits.suffix) + 2
+            # Room for the words around a passage; a passage read again may have more tokens.
+            prompt = self.plan.max_passage * 11 // 10 + 40 if is_long else limits.max_written_prompt
+            rows = self.plan.long_wave_rows if is_long else self.plan.wave_rows
+            self._writers[is_long] = TextWriter(
+                self.target.model,
+                rows,
+                frame + prompt + self.plan.max_answer,
+                limits,
+                self.plan.seed * 2 + is_long,
+                capture=self.plan.capture,
+            )
+        return self._writers[is_long]
 
     def _temperature(self, rng: random.Random) -> float:
         low, high = self.plan.temperatures
