@@ -1,0 +1,72 @@
+"""Device time of a repeated call: a CUDA graph over rotated inputs, the median of its replays.
+
+Rotation keeps the data cold: the sets together are several times the L2, as the KV of a layer is
+when a model's weights have passed in between.
+"""
+
+import math
+import statistics
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+COLD_BYTES = 320 << 20  # over five times the 60 MB of L2 of an H100 or H200
+MOST_SETS = 64
+
+
+class Timing(NamedTuple):
+    """Microseconds per call: median over replays, and the quartiles' distance."""
+
+    median_us: float
+    spread_us: float
+
+
+class Ceilings(NamedTuple):
+    """What the device reached in this run: a copy (bytes read + written), a bf16 product."""
+
+    bytes_per_s: float
+    flops_per_s: float
+
+
+def num_sets(set_bytes: int) -> int:
+    """Input sets to rotate so that none is still cached when it comes round."""
+    return max(2, min(MOST_SETS, math.ceil(COLD_BYTES / max(set_bytes, 1))))
+
+
+def time_rotated(call: Callable[[int], object], sets: int, *, replays: int = 20) -> Timing:
+    """Capture call(0) .. call(sets - 1) in one graph; time per call over `replays` replays."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for index in range(sets):
+            call(index)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for index in range(sets):
+                call(index)
+        for _ in range(3):
+            graph.replay()
+        times = []
+        for _ in range(replays):
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            stop.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(stop) * 1e3 / sets)
+    low, _, high = statistics.quantiles(times, n=4)
+    return Timing(statistics.median(times), high - low)
+
+
+def measure_ceilings(device: torch.device) -> Ceilings:
+    """A 4 GiB copy and an 8192 x 8192 x 8192 product of random bf16, each the median of 10."""
+    source = torch.empty(2 << 30, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    copy = time_rotated(lambda _: target.copy_(source), 2, replays=10)
+    size = 8192
+    a, b = torch.randn(2, size, size, dtype=torch.bfloat16, device=device)
+    product = time_rotated(lambda _: torch.matmul(a, b), 2, replays=10)
+    return Ceilings(
+        2 * source.numel() / copy.median_us * 1e6, 2 * size**3 / product.median_us * 1e6
+    )
