@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from specdeft.bench.charts import Chart, HeatMap, LineChart, TreeChart
 from specdeft.bench.manifest import describe_run
 from specdeft.bench.metrics import (
     LOOPING_REPEAT_RATE,
@@ -40,6 +41,7 @@ from specdeft.bench.workbench import (
     settings_of,
 )
 from specdeft.config import GenerationConfig
+from specdeft.trees.token_tree import TokenTree
 
 _RANKS_SHOWN = 8
 
@@ -64,14 +66,14 @@ class Measurement:
     """The runs of one tree at one temperature, by prompt.
 
     Attributes:
-        tree, num_nodes, temperature: what was run.
+        tree, shape, temperature: what was run.
         expected_tau: of the tree on the heads' calibration text, where they were calibrated.
         runs: in the order of the prompts.
         kinds: of the prompts.
     """
 
     tree: str
-    num_nodes: int
+    shape: TokenTree
     temperature: float
     expected_tau: float | None
     runs: tuple[Run, ...]
@@ -138,7 +140,7 @@ def measure(
     return [
         Measurement(
             row.name,
-            row.num_nodes,
+            row.decoder.tree,
             config.temperature,
             row.decoder.expected_tau,
             tuple(runs[c, r]),
@@ -165,7 +167,7 @@ def figures(measurement: Measurement) -> dict[str, Any]:
     }
     return {
         "tree": measurement.tree,
-        "num_nodes": measurement.num_nodes,
+        "num_nodes": measurement.shape.num_nodes,
         "temperature": measurement.temperature,
         "expected_mean_acceptance_length": measurement.expected_tau,
         **acceptance(measurement.runs),
@@ -206,6 +208,7 @@ def make_report(measured: Sequence[Measurement], manifest: dict[str, Any]) -> Re
             if table.rows
         ),
         data={"manifest": manifest, "rows": found},
+        charts=acceptance_charts(measured, found),
     )
 
 
@@ -295,3 +298,78 @@ def _histogram_table(found: Sequence[dict[str, Any]], names: Sequence[str]) -> T
         for figure, name in zip(found, names, strict=True)
     )
     return Table("Steps by accepted drafted tokens", ("tree", *map(str, range(deepest))), rows)
+
+
+def acceptance_charts(
+    measured: Sequence[Measurement], found: Sequence[dict[str, Any]]
+) -> tuple[Chart, ...]:
+    """By depth, by depth and rank, and every tree with its nodes shaded by how often they held."""
+    names = [measurement.name for measurement in measured]
+    speculative = [
+        (name, measurement, figure)
+        for name, measurement, figure in zip(names, measured, found, strict=True)
+        if measurement.shape.max_depth
+    ]
+    if not speculative:
+        return ()
+
+    def by_depth(metric: str) -> dict[str, list[tuple[float, float]]]:
+        return {
+            name: [
+                (float(depth), share)
+                for depth, share in enumerate(figure[metric], start=1)
+                if share is not None
+            ]
+            for name, _, figure in speculative
+        }
+
+    charts: list[Chart] = [
+        LineChart(
+            "Survival: steps that kept a token at depth d",
+            "depth",
+            "share of steps",
+            by_depth("per_position_acceptance_rate"),
+        ),
+        LineChart(
+            "Conditional: of the steps that got to d - 1",
+            "depth",
+            "share",
+            by_depth("conditional_acceptance_rate"),
+        ),
+    ]
+    for name, measurement, figure in speculative:
+        table = figure["acceptance_by_depth_and_rank"]
+        if table:
+            charts.append(_heat_map(table, name))
+        charts.append(
+            TreeChart(f"Nodes kept, {name}", measurement.shape, _node_shares(measurement))
+        )
+    return tuple(charts)
+
+
+def _heat_map(table: Sequence[Sequence[float]], name: str) -> HeatMap:
+    width = min(_RANKS_SHOWN, len(table[0]))
+    return HeatMap(
+        f"Kept by depth and rank, {name}",
+        "rank",
+        "depth",
+        tuple(map(str, range(width))),
+        tuple(str(depth) for depth in range(1, len(table) + 1)),
+        tuple(tuple(row[:width]) for row in table),
+    )
+
+
+def _node_shares(measurement: Measurement) -> tuple[float, ...]:
+    """Share of the steps that kept each node; a path is kept with all its prefixes."""
+    counts: dict[tuple[int, ...], int] = {}
+    num_steps = 0
+    for run in measurement.runs:
+        num_steps += len(run.per_step_ranks)
+        for ranks in run.per_step_ranks:
+            for depth in range(1, len(ranks) + 1):
+                counts[ranks[:depth]] = counts.get(ranks[:depth], 0) + 1
+    if not num_steps:
+        return (0.0,) * measurement.shape.num_nodes
+    return tuple(
+        counts.get(path, 0) / num_steps if path else 1.0 for path in measurement.shape.paths
+    )

@@ -17,12 +17,14 @@ import torch
 
 from specdeft.bench.analytic import kv_read_bytes_per_step, kv_read_ratio_vs_per_path
 from specdeft.bench.baselines import BASELINES, PlannedRow, make_rows, parse_baselines
+from specdeft.bench.charts import BarChart, Chart, LineChart, cumulative
 from specdeft.bench.gate import Verdict, judge
 from specdeft.bench.manifest import describe_run
 from specdeft.bench.metrics import (
     Run,
     acceptance,
     decode_throughput,
+    emission_gaps_ms,
     latency,
     repeat_rate_pooled,
     speedup,
@@ -54,6 +56,8 @@ from specdeft.graphs import context_bucket
 
 _WARM_UP_TOKENS = 16
 _PHASE_TOKENS = 32
+# Slowest over fastest repetition of a text; a quiet machine stays within a few percent.
+_QUIET_SPREAD = 1.15
 Judge = Callable[[Sequence[int], tuple[int, ...], tuple[int, ...]], Verdict]
 _TIMES = ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms")
 
@@ -167,7 +171,11 @@ def main(arguments: Sequence[str]) -> Finished:
             result.kinds = kinds
             result.kv = _kv_figures(row, result, encoded)
             result.phases_ms = _phase_figures(row, bench, encoded[0], config)
-        reports = [row.decoder.tree_report for row in rows if isinstance(row, DecoderRow)]
+        reports = [
+            f"{row.name}: {row.decoder.tree_report}"
+            for row in rows
+            if isinstance(row, DecoderRow) and row.name == "auto"
+        ]
         report = make_report(measured, manifest, reports, lossy=options.lossy)
         folder.save(report)
     failed = any(row.is_ours and not row.has_speed for row in measured)
@@ -394,6 +402,12 @@ def make_report(
         for row in measured
         if row.num_identical < len(row.verdicts) and row.has_speed
     ]
+    unrest = _unrest(measured)
+    if unrest > _QUIET_SPREAD:
+        remarks.append(
+            f"the machine was not quiet: of two repetitions of one text the slower took "
+            f"{unrest:.2f} times as long (median over rows and prompts)"
+        )
     return Report(
         title=f"Latency, {manifest['dtype']}, {manifest['device']}",
         notes=(
@@ -404,7 +418,7 @@ def make_report(
             f"T = {settings['temperature']}, {manifest['machine']['threads']} threads",
             "ratios: time per token after the first (decode) or in all (whole), median over "
             "prompts of the ratio of medians over repetitions, with its 95 % bootstrap interval",
-            *(report for report in dict.fromkeys(tree_reports) if report),
+            *tree_reports,
         ),
         tables=tuple(
             table
@@ -420,7 +434,19 @@ def make_report(
         ),
         remarks=tuple(remarks),
         data={"manifest": manifest, "rows": found},
+        charts=latency_charts(measured, found, lossy=lossy),
     )
+
+
+def _unrest(measured: Sequence[RowResult]) -> float:
+    """Slowest over fastest repetition of one text, median over rows and prompts; 1 if unknown."""
+    spreads = [
+        max(run.e2e_s for run in runs) / min(run.e2e_s for run in runs)
+        for row in measured
+        for runs in row.runs
+        if len(runs) > 1
+    ]
+    return statistics.median(spreads) if spreads else 1.0
 
 
 def _why(row: RowResult) -> str:
@@ -548,3 +574,68 @@ def _kv_table(found: Sequence[dict[str, Any]]) -> Table:
     ]
     columns = ("row", "context", "KV read MiB/step", "x less than per path", "GPU peak MiB")
     return Table("Memory (KV reads are analytic)", columns, tuple(rows))
+
+
+def latency_charts(
+    measured: Sequence[RowResult], found: Sequence[dict[str, Any]], *, lossy: bool
+) -> tuple[Chart, ...]:
+    """Speed by row, tree size and context, the gaps a reader sees, and the phases of a step."""
+    shown = [
+        (row, figure) for row, figure in zip(measured, found, strict=True) if row.has_speed or lossy
+    ]
+    charts: list[Chart] = [
+        BarChart(
+            "Speed",
+            "tokens/s, median over prompts, end to end",
+            ("tokens/s",),
+            {row.name: [figure["median_tokens_per_second"]] for row, figure in shown},
+        ),
+        LineChart(
+            "Gaps between emissions",
+            "ms",
+            "share of gaps up to it",
+            {
+                row.name: cumulative([gap for run in row.all_runs for gap in emission_gaps_ms(run)])
+                for row, _ in shown
+            },
+        ),
+    ]
+    sizes = sorted(
+        (figure["num_nodes"], figure["decode_throughput"])
+        for row, figure in shown
+        if row.is_ours and "(" not in row.name and figure["decode_throughput"]
+    )
+    if len(sizes) > 2:
+        line = {"decode": [(float(nodes), speed) for nodes, speed in sizes]}
+        charts.append(
+            LineChart("Speed against tree size", "nodes", "tokens/s", line, is_log_x=True)
+        )
+    charts += _context_charts(shown)
+    phases = {row.name: figure["phases_ms"] for row, figure in shown if figure["phases_ms"]}
+    if phases:
+        charts.append(
+            BarChart(
+                "Phases of a step",
+                "ms, eager, measured apart",
+                StepPhases._fields,
+                {
+                    name: [known[part] for part in StepPhases._fields]
+                    for name, known in phases.items()
+                },
+            )
+        )
+    return tuple(charts)
+
+
+def _context_charts(shown: Sequence[tuple[RowResult, dict[str, Any]]]) -> list[Chart]:
+    """Speed against the prompt's length, where random prompts of several lengths were asked for."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row, figure in shown:
+        for kind, known in figure["by_kind"].items():
+            length, _, unit = kind.partition(" ")
+            if unit == "tokens" and length.isdecimal() and known["decode_throughput"]:
+                lines.setdefault(row.name, []).append((float(length), known["decode_throughput"]))
+    if not any(len(line) > 1 for line in lines.values()):
+        return []
+    title = "Speed against context"
+    return [LineChart(title, "prompt tokens", "decode tokens/s", lines, is_log_x=True)]

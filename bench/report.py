@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from specdeft.bench.charts import Chart
+
 Cell = str | int | float | None
 MISSING = "-"
 
@@ -34,6 +36,7 @@ class Report:
         tables: the figures; the first is the main one.
         remarks: what to know about the figures, a sentence each (differences, losses, warnings).
         data: everything, for programs: the manifest and the metrics by name.
+        charts: for the HTML report and the PNG files.
     """
 
     title: str
@@ -41,6 +44,7 @@ class Report:
     tables: tuple[Table, ...]
     remarks: tuple[str, ...] = ()
     data: dict[str, Any] = field(default_factory=dict)
+    charts: tuple[Chart, ...] = ()
 
 
 class Finished(NamedTuple):
@@ -112,7 +116,8 @@ def show(cell: Cell) -> str:
     return str(cell)
 
 
-def _is_right(table: Table, column: int) -> bool:
+def is_right(table: Table, column: int) -> bool:
+    """Whether a column holds numbers only."""
     cells = [row[column] for row in table.rows if row[column] is not None]
     return bool(cells) and all(isinstance(cell, int | float) for cell in cells)
 
@@ -120,7 +125,7 @@ def _is_right(table: Table, column: int) -> bool:
 def _text_table(table: Table) -> str:
     lines = [list(table.columns), *([show(cell) for cell in row] for row in table.rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(table.columns))]
-    right = [_is_right(table, column) for column in range(len(table.columns))]
+    right = [is_right(table, column) for column in range(len(table.columns))]
     lines.insert(1, ["-" * width for width in widths])
     text = [
         "  ".join(
@@ -136,6 +141,6 @@ def _markdown_table(table: Table) -> str:
     def line(cells: Sequence[str]) -> str:
         return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
-    marks = ["---:" if _is_right(table, column) else "---" for column in range(len(table.columns))]
+    marks = ["---:" if is_right(table, column) else "---" for column in range(len(table.columns))]
     rows = [line([show(cell) for cell in row]) for row in table.rows]
     return "\n".join([line(table.columns), line(marks), *rows])

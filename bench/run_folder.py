@@ -2,7 +2,7 @@
 
     manifest.json   what the run is, written before the first record
     records.jsonl   one line a generation, appended as it ends
-    report.md, report.json
+    report.md, report.json, report.html
 
 Files other than the records appear whole or not at all.
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
+from specdeft.bench.html_report import as_html
 from specdeft.bench.manifest import fingerprint
 from specdeft.bench.report import Report, as_json, as_markdown
 from specdeft.trees.tree_file import write_atomically
@@ -107,6 +108,7 @@ class RunFolder:
         try:
             write_atomically(self.folder / "report.json", as_json(report))
             write_atomically(self.folder / "report.md", as_markdown(report))
+            write_atomically(self.folder / "report.html", as_html(report))
         except OSError as error:
             raise ValueError(
                 f"the report cannot be written to {self.folder} ({error.strerror}): make room and "

@@ -77,6 +77,7 @@ def test_an_interrupted_run_resumes_and_loses_only_its_torn_line(tmp_path):
     assert sorted(p.name for p in path.iterdir()) == [
         "manifest.json",
         "records.jsonl",
+        "report.html",
         "report.json",
         "report.md",
     ]

@@ -1,0 +1,92 @@
+"""Drawings: round axes, nothing outside the picture, the HTML page complete in itself."""
+
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from specdeft.bench.charts import BarChart, HeatMap, LineChart, TreeChart, cumulative, ticks
+from specdeft.bench.html_report import as_html
+from specdeft.bench.report import Report, Table
+from specdeft.bench.svg import WIDTH, draw, shorten, tree_places
+from specdeft.trees.named import named_tree
+
+DEFT = named_tree("deft-64")
+LONG = "a name that is much too long for a drawing of this width, by far, really far too long"
+CHARTS = [
+    LineChart("Lines", "depth", "share", {"one": [(1, 0.5), (4, 0.1)], LONG: [(1, 0.2), (2, 0.9)]}),
+    LineChart("Logarithmic", "nodes", "tokens/s", {"a": [(1, 20), (64, 33)]}, is_log_x=True),
+    LineChart("One point", "x", "y", {"a": [(3, 0)]}),
+    BarChart("Bars", "ms", ("draft", "verify"), {"plain": (0.0, 40.0), LONG: (6.0, 55.5)}),
+    HeatMap("Ranks", "rank", "depth", ("0", "1"), ("1", "2"), ((0.5, 0.1), (0.2, 0.0))),
+    TreeChart("Tree", DEFT, tuple(0.9**depth for depth in DEFT.depths)),
+    TreeChart("Root", named_tree("chain-4").prune(0), (1.0,)),
+]
+
+
+@pytest.mark.parametrize("chart", CHARTS, ids=lambda chart: chart.title)
+def test_a_drawing_is_well_formed_and_stays_inside(chart):
+    root = ElementTree.fromstring(draw(chart))
+    _, _, width, height = map(float, root.attrib["viewBox"].split())
+    assert width == WIDTH
+    for element in root.iter():
+        for name, limit in (("x", width), ("cx", width), ("y", height), ("cy", height)):
+            if name in element.attrib:
+                assert 0 <= float(element.attrib[name]) <= limit, element.attrib
+        if element.tag == "rect":
+            assert float(element.attrib["x"]) + float(element.attrib["width"]) <= width + 0.5
+        for pair in element.attrib.get("points", "").split():
+            x, y = map(float, pair.split(","))
+            assert 0 <= x <= width
+            assert 0 <= y <= height
+    assert all(len(text.text or "") * 5 < width for text in root.iter("text"))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "marks"),
+    [
+        (0.0, 1.0, [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]),
+        (0.0, 0.55, [0.0, 0.2, 0.4]),
+        (0.0, 37.0, [0.0, 10.0, 20.0, 30.0]),
+        (0.0, 1900.0, [0.0, 500.0, 1000.0, 1500.0]),
+        (5.0, 5.0, [5.0]),
+    ],
+)
+def test_ticks_are_round(low, high, marks):
+    assert ticks(low, high) == pytest.approx(marks)
+
+
+def test_the_distribution_of_values():
+    assert cumulative([3.0, 1.0]) == [(1.0, 0.5), (3.0, 1.0)]
+    assert cumulative([]) == []
+    many = cumulative([float(i) for i in range(10_000)])
+    assert len(many) <= 201
+    assert many[-1] == (9999.0, 1.0)
+
+
+def test_parents_stand_above_the_middle_of_their_children():
+    #     0
+    #   1   2
+    #      3 4
+    places = tree_places([-1, 0, 0, 2, 2], [0, 1, 1, 2, 2])
+    xs = [x for x, _ in places]
+    assert xs[3] < xs[2] < xs[4]
+    assert xs[2] == pytest.approx((xs[3] + xs[4]) / 2)
+    assert xs[0] == pytest.approx((xs[1] + xs[2]) / 2)
+
+
+def test_what_is_cut_is_marked():
+    assert shorten("short", 100) == "short"
+    assert shorten("a" * 50, 62) == "a" * 9 + "…"
+
+
+def test_the_page_needs_nothing_else_and_escapes_what_it_shows():
+    table = Table("<b>", ("row", "ms"), (("<script>", 1.5),))
+    page = as_html(
+        Report("T & T", ("note",), (table,), ("x < y",), {"manifest": {"a": 1}}, (CHARTS[0],))
+    )
+    assert "<script>" not in page
+    assert "T &amp; T" in page
+    assert "x &lt; y" in page
+    assert 'data-name="ms"' in page
+    assert not re.search(r"(src|href)=|url\(|@import|https?://(?!www\.w3)", page)
