@@ -82,8 +82,10 @@ def _lines(chart: LineChart) -> str:
     body = [*legend, *place.grid(chart.x_label, chart.y_label)]
     for index, line in enumerate(chart.series.values()):
         colour = index % NUM_COLOURS
+        # The colours are used up: the next round of lines is dashed.
+        dashes = ' stroke-dasharray="5 4"' if index >= NUM_COLOURS else ""
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(place.at, line))
-        body.append(f'<polyline class="line{colour}" points="{path}"/>')
+        body.append(f'<polyline class="line{colour}" points="{path}"{dashes}/>')
         if len(line) <= 20:
             body += [
                 f'<circle class="fill{colour}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>'
@@ -124,7 +126,7 @@ class _Axes:
             half = _LETTER * len(shown) / 2
             if x - half < taken:
                 continue
-            x = min(x, WIDTH - half)
+            x = min(x, WIDTH - half - 4)
             taken = x + half + 6
             body.append(_text(x, bottom + 16, shown))
         middle = (_LEFT + WIDTH - _RIGHT) / 2
