@@ -352,8 +352,8 @@ def tree_attention(
         "ONE_SPLIT": splits == 1,
         "num_warps": tile.num_warps,
     }
-    dependent = _can_launch_dependents(q)
-    launch = {"launch_pdl": True} if dependent else {}
+    early, merge_early = _early_launches(q)
+    launch = {"launch_pdl": True} if early else {}
     grid = (shape.num_row_tiles, kv_heads, batch * splits)
     if tile.kernel is Kernel.HOPPER:
         from specdeft.kernels import flatten_hopper  # Gluon's Hopper half exists on such a device
@@ -383,7 +383,7 @@ def tree_attention(
             WINDOW=window or 0,
             CAPPED=softcap is not None,
             PRECISION=dot_precision(q),
-            PDL=dependent,
+            PDL=early or merge_early,
             num_stages=tile.num_stages,
             **given,
             **common,
@@ -409,10 +409,10 @@ def tree_attention(
             MERGED=merged,
             SPLITS_PADDED=splits_padded,
             WINDOW=window or 0,
-            PDL=dependent,
+            PDL=merge_early,
             num_warps=4,
             **common,
-            **launch,
+            **({"launch_pdl": True} if merge_early else {}),
         )
     return out, lse
 
@@ -435,9 +435,13 @@ def merged_rows(splits_padded: int, head_dim: int, tile_rows: int) -> int:
     return max(1, min(rows, tile_rows, 8))
 
 
-def _can_launch_dependents(q: Tensor) -> bool:
-    """Programmatic dependent launch: the merge starts while the last partials are written."""
-    return q.is_cuda and torch.cuda.get_device_capability(q.device)[0] >= 9
+def _early_launches(q: Tensor) -> tuple[bool, bool]:
+    """Programmatic dependent launch of the partials and of the merge kernel.
+
+    Either starts while the kernel before it ends, and waits for its results before reading any.
+    """
+    able = q.is_cuda and torch.cuda.get_device_capability(q.device)[0] >= 9
+    return able, able
 
 
 def _check(

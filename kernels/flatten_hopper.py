@@ -34,36 +34,41 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from specdeft.kernels.merge import TAIL_WEIGHT, blocks_of_tile, split_begin, splits_used
+from specdeft.kernels.merge import blocks_of_tile, split_begin, splits_used
 
 # Triton 3.9 renamed the copy.
 _copy_to_shared = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
 @gluon.jit
-def _slot_of(
-    i_block,
-    last,
-    table_row,
-    first_slot,
-    BLOCK: gl.constexpr,
-    PAGE_SIZE: gl.constexpr,
-    PAGED: gl.constexpr,
+def _page_of(
+    i_block, last, table_row, BLOCK: gl.constexpr, PAGE_SIZE: gl.constexpr, PAGED: gl.constexpr
 ):
-    """First pool slot of a block; blocks from `last` on are not copied, so any slot will do."""
+    """Page of a block; blocks from `last` on are not copied, so any page will do."""
     if PAGED:
-        PER_PAGE: gl.constexpr = PAGE_SIZE // BLOCK
-        page = gl.load(table_row + gl.minimum(i_block, last - 1) // PER_PAGE)
-        return page * PAGE_SIZE + (i_block % PER_PAGE) * BLOCK
-    return first_slot + i_block * BLOCK
+        return gl.load(table_row + gl.minimum(i_block, last - 1) // (PAGE_SIZE // BLOCK))
+    return i_block * 0
 
 
 @gluon.jit
-def _copy(desc, bars, bufs, i_block, first, last, slot, column, STAGES: gl.constexpr):
-    """Start the copy of a block into its ring place, unless it is past the range."""
+def _copy(
+    desc, bars, bufs, i_block, first, last, page, first_slot, column,
+    STAGES: gl.constexpr, BLOCK: gl.constexpr, PAGE_SIZE: gl.constexpr, PAGED: gl.constexpr,
+):  # fmt: skip
+    """Start the expected copy of a block into its ring place, unless it is past the range."""
+    if PAGED:
+        slot = page * PAGE_SIZE + (i_block % (PAGE_SIZE // BLOCK)) * BLOCK
+    else:
+        slot = first_slot + i_block * BLOCK
+    stage = (i_block - first) % STAGES
+    _copy_to_shared(desc, [slot, column], bars.index(stage), bufs.index(stage), i_block < last)
+
+
+@gluon.jit
+def _expect(desc, bars, i_block, first, last, STAGES: gl.constexpr):
+    """Announce the bytes of a block's copy."""
     stage = (i_block - first) % STAGES
     mbarrier.expect(bars.index(stage), desc.block_type.nbytes, i_block < last)
-    _copy_to_shared(desc, [slot, column], bars.index(stage), bufs.index(stage), i_block < last)
 
 
 @gluon.jit
@@ -116,7 +121,7 @@ def _softmax(b_scores, b_max, b_sum, factor):
 
 @gluon.jit
 def _blocks(
-    b_acc, b_weights, b_max, b_sum, begin, end, first, last, slot_v, slot_k,
+    b_acc, b_weights, b_max, b_sum, begin, end, first, last, page_v, page_k,
     s_q, k_desc, v_desc, k_bufs, v_bufs, k_bars, v_bars, column, table_row, first_slot,
     length, p_words, num_words, m_row, factor,
     MASKED: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, PAGE_SIZE: gl.constexpr,
@@ -125,10 +130,11 @@ def _blocks(
 ):  # fmt: skip
     """Blocks begin..end-1: scores of block i, values of block i - 1 under the softmax of block i.
 
-    slot_v, slot_k: slots of the blocks whose copies this iteration starts, i - 1 + STAGES and
-    i + STAGES.
+    page_v, page_k: pages of the blocks whose copies this iteration starts, values of
+    i - 1 + STAGES and keys of i + STAGES; both at the end, so that one barrier serves both.
     """
     for i_block in range(begin, end):
+        following = _page_of(i_block + 1 + STAGES, last, table_row, BLOCK, PAGE_SIZE, PAGED)
         k_stage = _arrived(k_bars, i_block, first, STAGES)
         b_scores = warpgroup_mma(
             s_q, k_bufs.index(k_stage).permute((1, 0)),
@@ -137,21 +143,26 @@ def _blocks(
         v_stage = _arrived(v_bars, i_block - 1, first, STAGES)
         b_acc = warpgroup_mma(b_weights, v_bufs.index(v_stage), b_acc, is_async=True)
         b_scores = warpgroup_mma_wait(num_outstanding=1, deps=[b_scores])
-        _copy(k_desc, k_bars, k_bufs, i_block + STAGES, first, last, slot_k, column, STAGES)
-        following = _slot_of(
-            i_block + 1 + STAGES, last, table_row, first_slot, BLOCK, PAGE_SIZE, PAGED
-        )
         if MASKED:
             b_scores = _masked(b_scores, i_block, length, p_words, num_words, m_row, BLOCK, SCORES)
         b_max, b_sum, b_new_weights, b_decay = _softmax(b_scores, b_max, b_sum, factor)
         b_new_weights = gl.convert_layout(b_new_weights.to(s_q.dtype), OPERAND)
         b_acc, b_weights = warpgroup_mma_wait(num_outstanding=0, deps=[b_acc, b_weights])
-        _copy(v_desc, v_bars, v_bufs, i_block - 1 + STAGES, first, last, slot_v, column, STAGES)
+        _expect(k_desc, k_bars, i_block + STAGES, first, last, STAGES)
+        _expect(v_desc, v_bars, i_block - 1 + STAGES, first, last, STAGES)
+        _copy(
+            k_desc, k_bars, k_bufs, i_block + STAGES, first, last, page_k, first_slot, column,
+            STAGES, BLOCK, PAGE_SIZE, PAGED,
+        )  # fmt: skip
+        _copy(
+            v_desc, v_bars, v_bufs, i_block - 1 + STAGES, first, last, page_v, first_slot, column,
+            STAGES, BLOCK, PAGE_SIZE, PAGED,
+        )  # fmt: skip
         b_acc = b_acc * gl.convert_layout(b_decay, gl.SliceLayout(1, OUTPUT))[:, None]
         b_weights = b_new_weights
-        slot_v = slot_k
-        slot_k = following
-    return b_acc, b_weights, b_max, b_sum, slot_v, slot_k
+        page_v = page_k
+        page_k = following
+    return b_acc, b_weights, b_max, b_sum, page_v, page_k
 
 
 @gluon.jit(do_not_specialize=["num_nodes", "num_rows", "num_words", "num_splits"])
@@ -185,8 +196,8 @@ def hopper_attention_kernel(
     used = splits_used(end - begin, num_splits, MIN_BLOCKS)
     if i_split < used:
         all_see_to = length // BLOCK
-        first = split_begin(i_split, used, begin, end, all_see_to, TAIL_WEIGHT)
-        last = split_begin(i_split + 1, used, begin, end, all_see_to, TAIL_WEIGHT)
+        first = split_begin(i_split, used, begin, end, all_see_to, 1)
+        last = split_begin(i_split + 1, used, begin, end, all_see_to, 1)
         table_row = table_ptr + i_sequence * table_stride
         first_slot = (i_sequence * capacity).to(gl.int32)
         column = i_head * DIM
@@ -200,11 +211,19 @@ def hopper_attention_kernel(
             mbarrier.init(v_bars.index(i_stage), count=1)
         fence_async_shared()
         for i_stage in gl.static_range(STAGES):
-            slot = _slot_of(first + i_stage, last, table_row, first_slot, BLOCK, PAGE_SIZE, PAGED)
-            _copy(k_desc, k_bars, k_bufs, first + i_stage, first, last, slot, column, STAGES)
-            _copy(v_desc, v_bars, v_bufs, first + i_stage, first, last, slot, column, STAGES)
-        slot_v = _slot_of(first + STAGES, last, table_row, first_slot, BLOCK, PAGE_SIZE, PAGED)
-        slot_k = _slot_of(first + 1 + STAGES, last, table_row, first_slot, BLOCK, PAGE_SIZE, PAGED)
+            page = _page_of(first + i_stage, last, table_row, BLOCK, PAGE_SIZE, PAGED)
+            _expect(k_desc, k_bars, first + i_stage, first, last, STAGES)
+            _expect(v_desc, v_bars, first + i_stage, first, last, STAGES)
+            _copy(
+                k_desc, k_bars, k_bufs, first + i_stage, first, last, page, first_slot, column,
+                STAGES, BLOCK, PAGE_SIZE, PAGED,
+            )  # fmt: skip
+            _copy(
+                v_desc, v_bars, v_bufs, first + i_stage, first, last, page, first_slot, column,
+                STAGES, BLOCK, PAGE_SIZE, PAGED,
+            )  # fmt: skip
+        page_v = _page_of(first + STAGES, last, table_row, BLOCK, PAGE_SIZE, PAGED)
+        page_k = _page_of(first + 1 + STAGES, last, table_row, BLOCK, PAGE_SIZE, PAGED)
 
         o_loaded = i_tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LOADED))
         o_dim = gl.arange(0, DIM, gl.SliceLayout(0, LOADED))
@@ -229,20 +248,24 @@ def hopper_attention_kernel(
             gl.zeros([ROWS, BLOCK], gl.float32, SCORES), use_acc=False, is_async=True,
         )  # fmt: skip
         b_scores = warpgroup_mma_wait(num_outstanding=0, deps=[b_scores])
-        _copy(k_desc, k_bars, k_bufs, first + STAGES, first, last, slot_v, column, STAGES)
+        _expect(k_desc, k_bars, first + STAGES, first, last, STAGES)
+        _copy(
+            k_desc, k_bars, k_bufs, first + STAGES, first, last, page_v, first_slot, column,
+            STAGES, BLOCK, PAGE_SIZE, PAGED,
+        )  # fmt: skip
         b_scores = _masked(b_scores, first, length, p_words, num_words, m_row, BLOCK, SCORES)
         b_max, b_sum, b_weights, _ = _softmax(b_scores, b_max, b_sum, factor)
         b_weights = gl.convert_layout(b_weights.to(dtype), OPERAND)
 
         unmasked_to = gl.minimum(gl.maximum(all_see_to, first + 1), last)
-        b_acc, b_weights, b_max, b_sum, slot_v, slot_k = _blocks(
-            b_acc, b_weights, b_max, b_sum, first + 1, unmasked_to, first, last, slot_v, slot_k,
+        b_acc, b_weights, b_max, b_sum, page_v, page_k = _blocks(
+            b_acc, b_weights, b_max, b_sum, first + 1, unmasked_to, first, last, page_v, page_k,
             s_q, k_desc, v_desc, k_bufs, v_bufs, k_bars, v_bars, column, table_row, first_slot,
             length, p_words, num_words, m_row, factor,
             False, BLOCK, STAGES, PAGE_SIZE, PAGED, ROWS, SCORES, OUTPUT, OPERAND,
         )  # fmt: skip
-        b_acc, b_weights, b_max, b_sum, slot_v, slot_k = _blocks(
-            b_acc, b_weights, b_max, b_sum, unmasked_to, last, first, last, slot_v, slot_k,
+        b_acc, b_weights, b_max, b_sum, page_v, page_k = _blocks(
+            b_acc, b_weights, b_max, b_sum, unmasked_to, last, first, last, page_v, page_k,
             s_q, k_desc, v_desc, k_bufs, v_bufs, k_bars, v_bars, column, table_row, first_slot,
             length, p_words, num_words, m_row, factor,
             True, BLOCK, STAGES, PAGE_SIZE, PAGED, ROWS, SCORES, OUTPUT, OPERAND,

@@ -5,8 +5,8 @@ spreads whatever length it finds over the splits it has (`deft_flatten`). Pure P
 
 Row tile: the fewest of 16, 32, 64 that hold the R = N * G rows of a KV head, else 64: from 64 rows
 up Triton emits wgmma, and two 64-row programs on an SM overlap each other's softmax and matrix work
-better than one of 128. On Hopper, more than 64 rows go to the kernel of `flatten_hopper` in tiles
-of 128, where its conditions hold (measured, docs/tuning-attention.md).
+better than one of 128. On Hopper, more than 16 rows go to the kernel of `flatten_hopper`, where its
+conditions hold (measured, docs/tuning-attention.md).
 
 Splits: enough programs to fill the device once, no second small wave, no split shorter than
 `MIN_BLOCKS` inner steps, weighed against the partials that every further split writes and reads.
@@ -44,6 +44,9 @@ class TileShape(NamedTuple):
     kernel: Kernel = Kernel.TRITON
 
 
+HOPPER_TILE = TileShape(64, 64, 4, 3, 2, Kernel.HOPPER)
+
+
 class LaunchShape(NamedTuple):
     """A launch for B sequences of N nodes: tiles, splits, and the sizes of the partials."""
 
@@ -72,12 +75,9 @@ def launch_shape(
     page_size None: not paged. plain: neither window nor softcap, which `flatten_hopper` lacks.
     """
     num_rows = num_nodes * (query_heads // kv_heads)
-    block = hopper_block(num_rows, head_dim, dtype, page_size) if plain else None
-    if block is not None and is_hopper(device):
-        stages = 3 if block == 128 else 4
-        tile = TileShape(128, block, 8, stages, 1, Kernel.HOPPER)
-    else:
-        tile = tile_shape(num_rows, head_dim, dtype)
+    tile = tile_shape(num_rows, head_dim, dtype)
+    if plain and is_hopper(device) and hopper_fits(num_rows, head_dim, dtype, page_size):
+        tile = HOPPER_TILE
     num_row_tiles = math.ceil(num_rows / tile.rows)
     blocks = max(1, math.ceil(max_tokens / tile.block))
     units = batch * kv_heads * num_row_tiles
@@ -97,18 +97,17 @@ def tile_shape(num_rows: int, head_dim: int, dtype: torch.dtype) -> TileShape:
     return TileShape(rows, 64, 4, 4 if rows < 64 else 3, 2)
 
 
-def hopper_block(
-    num_rows: int, head_dim: int, dtype: torch.dtype, page_size: int | None
-) -> int | None:
-    """Tokens of a step of the Hopper kernel, or None where the Triton kernel is to run.
+def hopper_fits(num_rows: int, head_dim: int, dtype: torch.dtype, page_size: int | None) -> bool:
+    """Whether the Hopper kernel takes such a launch, and gains by it.
 
-    A block is one copy, so it lies in one page; below 65 rows memory is the limit, not the tile.
+    A block is one copy, so it lies in one page; up to 16 rows a small tile wastes less.
     """
-    if num_rows <= 64 or head_dim not in (64, 128) or dtype == torch.float32:
-        return None
-    if page_size is None or page_size >= 128:
-        return 128
-    return 64 if page_size == 64 else None
+    return (
+        num_rows > 16
+        and head_dim in (64, 128)
+        and dtype != torch.float32
+        and (page_size is None or page_size >= HOPPER_TILE.block)
+    )
 
 
 def choose_splits(units: int, blocks: int, slots: int, tile: TileShape) -> int:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specdeft.kernels.launch_shape import Kernel, hopper_block, is_hopper
+from specdeft.kernels.launch_shape import Kernel, hopper_fits, is_hopper
 from tests.kernels.random_trees import chain_parents, random_parents, star_parents
 from tests.kernels.speculation_case import DEVICE, Case
 
@@ -66,10 +66,10 @@ def test_equal_inputs_give_equal_bits() -> None:
 
 
 def test_which_launches_take_it() -> None:
-    assert hopper_block(65, 128, BF16, None) == 128
-    assert hopper_block(65, 128, BF16, 256) == 128
-    assert hopper_block(65, 64, torch.float16, 64) == 64
-    assert hopper_block(64, 128, BF16, 128) is None
-    assert hopper_block(256, 80, BF16, 128) is None
-    assert hopper_block(256, 128, torch.float32, 128) is None
-    assert hopper_block(256, 128, BF16, 32) is None
+    assert hopper_fits(17, 128, BF16, None)
+    assert hopper_fits(256, 128, BF16, 64)
+    assert hopper_fits(256, 64, torch.float16, 256)
+    assert not hopper_fits(16, 128, BF16, 128)
+    assert not hopper_fits(256, 80, BF16, 128)
+    assert not hopper_fits(256, 128, torch.float32, 128)
+    assert not hopper_fits(256, 128, BF16, 32)
