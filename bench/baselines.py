@@ -56,7 +56,8 @@ class PlannedRow(DecoderRow):
         is_new = key not in self._texts
         if is_new:
             self._texts[key] = self._plain.run(prompt_ids, config).token_ids
-        lengths = self._lengths[list(self._texts).index(key) % len(self._lengths)]
+        prompts = list(dict.fromkeys(prompt for prompt, _ in self._texts))
+        lengths = self._lengths[prompts.index(key[0]) % len(self._lengths)]
         if is_new and self.decoder.device.type == "cuda":
             # Capturing a graph runs its step, which takes the plan forward: capture beforehand.
             self._heads.plan(self._texts[key], lengths)

@@ -11,6 +11,7 @@ _COMMANDS = {
     "identity": "is the text that of plain decoding, token for token",
     "acceptance": "tokens a step (tau), by depth and rank, with repeats beside it",
     "latency": "time to first token, per token and end to end, beside plain decoding",
+    "attention": "tree attention on a GPU, beside other methods and the floor",
     "compare": "what changed between two saved runs, beyond noise",
 }
 
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
         description="Measure speculative decoding on this machine: in one process, with the same "
         "weights, beside plain decoding and transformers generate.",
         epilog="specdeft bench COMMAND --help explains a command. Start with: "
-        "specdeft bench latency --num-prompts 4",
+        "specdeft bench latency --quick",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, summary in _COMMANDS.items():

@@ -22,13 +22,21 @@ from specdeft.bench.prompt_set import (
     load_prompts,
     random_prompts,
 )
+from specdeft.bench.random_model import PREFIX, RANDOM_HEADS, random_heads, random_model
 from specdeft.bench.report import FORMATS
 from specdeft.bench.run_folder import RunFolder
 from specdeft.config import GenerationConfig
 from specdeft.decoder import SpecDecoder
 from specdeft.default_model import DEFAULT_MODELS
 from specdeft.heads.medusa import MedusaHeads
-from specdeft.loading import load_heads, load_target
+from specdeft.loading import (
+    LoadedHeads,
+    LoadedTarget,
+    load_heads,
+    load_target,
+    pick_device,
+    pick_dtype,
+)
 from specdeft.prompt import encode_prompt
 from specdeft.tree_choice import TreeRequest
 from specdeft.trees.search import ValuedPaths
@@ -175,8 +183,10 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 def add_options(parser: argparse.ArgumentParser, usual: Amount) -> None:
     """The options that all commands share; ``usual`` is this command's."""
     model = parser.add_argument_group("model")
-    model.add_argument("--model", default=next(iter(DEFAULT_MODELS)), help="name, id or folder")
-    model.add_argument("--heads", default="auto", help="folder of draft heads, auto, or none")
+    model.add_argument(
+        "--model", default=next(iter(DEFAULT_MODELS)), help="name, id, folder, or random:llama-3-8b"
+    )
+    model.add_argument("--heads", default="auto", help="folder, auto, none, or random")
     model.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     model.add_argument("--device", default="auto", help="auto, cpu or cuda")
     model.add_argument("--threads", type=int, help="CPU threads; torch's own choice if not given")
@@ -290,8 +300,13 @@ def load(options: argparse.Namespace) -> Workbench:
     logging.disable_progress_bar()
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    loaded = load_target(options.model, dtype=options.dtype, device=options.device)
-    found = load_heads(None if options.heads == "none" else options.heads, loaded)
+    if options.model.startswith(PREFIX):
+        device = pick_device(options.device)
+        model, tokenizer = random_model(options.model, pick_dtype(options.dtype, device), device)
+        loaded = LoadedTarget(model, tokenizer, options.model)
+    else:
+        loaded = load_target(options.model, dtype=options.dtype, device=options.device)
+    found = _load_heads(options.heads, loaded)
     return Workbench(
         loaded.model,
         loaded.tokenizer,
@@ -300,6 +315,12 @@ def load(options: argparse.Namespace) -> Workbench:
         cuda_graphs=False if options.no_cuda_graphs else None,
         compile=options.compile,
     )
+
+
+def _load_heads(heads: str, loaded: LoadedTarget) -> LoadedHeads | None:
+    if heads == RANDOM_HEADS:
+        return LoadedHeads(random_heads(loaded.model), None)
+    return load_heads(None if heads == "none" else heads, loaded)
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:

@@ -136,6 +136,24 @@ def test_random_prompts_of_given_lengths(bench, capsys):
     assert tree["kv_analytic"]["kv_read_ratio_vs_per_path"] == 1.0
 
 
+def test_a_random_model_with_replayed_acceptance(capsys, tmp_path):
+    lengths = tmp_path / "lengths.json"
+    lengths.write_text('{"accept_lengths": [[3, 1], [5]]}')
+    arguments = ["latency", "--model", "random:llama-tiny", "--heads", "random", "--trees"]
+    arguments += ["deft-32", "--baselines", "replay", "--replay", str(lengths), "-r", "1"]
+    arguments += ["--input-len", "6,9", "--output-len", "21", "--dtype", "float32"]
+    assert cli.main([*arguments, "--device", "cpu", "--output", "json"]) == 0
+    rows = {row["row"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    replayed = rows["replay(deft-32)"]
+    assert replayed["identical_prompts"] == 2
+    # 20 tokens after the first: 3 + 1 five times over, and 5 four times.
+    assert replayed["by_kind"]["6 tokens"]["mean_acceptance_length"] == pytest.approx(2.0)
+    assert replayed["by_kind"]["9 tokens"]["mean_acceptance_length"] == pytest.approx(5.0)
+    assert rows["deft-32"]["mean_acceptance_length"] < 1.5
+    with pytest.raises(ValueError, match="there is no shape 'x': give random: and llama-3-8b"):
+        cli.main(["latency", "--model", "random:x", "--input-len", "3"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
