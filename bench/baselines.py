@@ -9,6 +9,7 @@ from typing import Any
 from specdeft.bench.drafts import PlannedHeads, read_accept_lengths
 from specdeft.bench.metrics import Run
 from specdeft.bench.reference_rows import TRANSFORMERS, TransformersRow
+from specdeft.bench.rivals import RivalRow
 from specdeft.bench.rows import DecoderRow, Row
 from specdeft.bench.workbench import PLAIN, Workbench, tree_request
 from specdeft.config import GenerationConfig
@@ -116,6 +117,10 @@ def _assisted(request: Request) -> list[Row]:
     return [TransformersRow(request.bench, "transformers-assisted", assistant=loaded.model)]
 
 
+def _rival(name: str) -> Callable[[Request], list[Row]]:
+    return lambda request: [RivalRow(name, request.bench)]
+
+
 def _planned(kind: str) -> Callable[[Request], list[Row]]:
     def build(request: Request) -> list[Row]:
         lengths = None
@@ -140,6 +145,8 @@ BASELINES: dict[str, Callable[[Request], list[Row]]] = {
     "oracle": _planned("oracle"),
     "random": _planned("random"),
     "replay": _planned("replay"),
+    "economize": _rival("economize"),
+    "flashspec": _rival("flashspec"),
 }
 
 
@@ -151,9 +158,17 @@ def parse_baselines(text: str) -> tuple[str, ...]:
     """
     names = tuple(name.strip() for name in text.split(",") if name.strip() not in ("", "none"))
     for name in names:
-        if name not in BASELINES:
-            raise ValueError(f"there is no baseline {name!r}: give none or {', '.join(BASELINES)}")
+        if name not in BASELINES and ":" not in name:
+            raise ValueError(
+                f"there is no baseline {name!r}: give none, {', '.join(BASELINES)}, or a rival's "
+                "package.module:function"
+            )
     return tuple(dict.fromkeys(names))
+
+
+def runs_sampled(name: str) -> bool:
+    """Whether a baseline can be compared above temperature 0: only with our noise."""
+    return name in ("oracle", "random", "replay")
 
 
 def make_rows(
@@ -170,6 +185,6 @@ def make_rows(
     plain = DecoderRow(PLAIN, bench)
     ours = [DecoderRow(tree, bench) for tree in trees if tree != PLAIN]
     request = Request(bench, plain, trees, options)
-    beside = [row for name in baselines for row in BASELINES[name](request)]
+    beside = [row for name in baselines for row in BASELINES.get(name, _rival(name))(request)]
     references = [row for row in beside if not row.is_ours]
     return [*references, plain, *ours, *(row for row in beside if row.is_ours)]

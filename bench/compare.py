@@ -131,7 +131,7 @@ def compare_rows(
 
 
 def _median(runs: Sequence[Run], figure: Figure) -> float | None:
-    values = [value for run in runs if (value := figure(run)) is not None]
+    values = metrics.known_values(figure, runs)
     return statistics.median(values) if values else None
 
 

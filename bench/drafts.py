@@ -69,7 +69,9 @@ class PlannedHeads(nn.Module):
         """Token ids [1, K, top_k] int64, as `MedusaHeads.draft`."""
         if self._real is not None:
             self._real.draft(hidden, root, embed, output_layer, top_k)
-        length = self._lengths[self._step % self._num_lengths].clamp(max=len(self._level))
+        # Indexing with a tensor of no dimension would read it on the host.
+        length = self._lengths.index_select(0, (self._step % self._num_lengths)[None])[0]
+        length = length.clamp(max=len(self._level))
         at = (self._root_at + 1 + self._level).clamp(max=len(self._continuation) - 1)
         right = self._continuation[at]
         # Distinct tokens, none of them the right one.

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from specdeft.bench.analytic import kv_read_bytes_per_step, kv_read_ratio_vs_per_path
-from specdeft.bench.baselines import BASELINES, PlannedRow, make_rows, parse_baselines
+from specdeft.bench.baselines import BASELINES, PlannedRow, make_rows, parse_baselines, runs_sampled
 from specdeft.bench.charts import BarChart, Chart, LineChart, cumulative
 from specdeft.bench.gate import Verdict, judge
 from specdeft.bench.manifest import describe_run
@@ -25,6 +25,7 @@ from specdeft.bench.metrics import (
     acceptance,
     decode_throughput,
     emission_gaps_ms,
+    known_values,
     latency,
     repeat_rate_pooled,
     speedup,
@@ -76,7 +77,9 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("-r", "--repetitions", type=int, metavar="N", help="5 if not given")
     options.add_argument("--no-warmup", action="store_true", help="time the first calls as well")
     options.add_argument(
-        "--baselines", default=TRANSFORMERS, help=f"none, or with commas: {', '.join(BASELINES)}"
+        "--baselines",
+        default=TRANSFORMERS,
+        help=f"none, or with commas: {', '.join(BASELINES)}, or module:function (see rivals.py)",
     )
     options.add_argument("--assistant", help="the model that drafts for transformers-assisted")
     options.add_argument("--replay", metavar="FILE", help="accept lengths for the baseline replay")
@@ -146,7 +149,7 @@ def main(arguments: Sequence[str]) -> Finished:
     config = replace(task.config, temperature=temperatures[0])
     baselines = parse_baselines(options.baselines)
     if not config.is_greedy:
-        baselines = tuple(name for name in baselines if not name.startswith(TRANSFORMERS))
+        baselines = tuple(name for name in baselines if runs_sampled(name))
     bench = load(options)
     rows = make_rows(trees, baselines, bench, options)
     plain = next(row for row in rows if isinstance(row, DecoderRow))
@@ -362,7 +365,7 @@ def _figures_of_kind(kind: str, result: RowResult, plain: RowResult | None) -> d
     return {
         "num_prompts": len(chosen),
         "mean_acceptance_length": acceptance(runs)["mean_acceptance_length"],
-        "ttft_ms": summary([ttft_ms(run) for run in runs]),
+        "ttft_ms": summary(known_values(ttft_ms, runs)),
         "decode_throughput": decode_throughput(runs),
         "speedup_over_plain": ratio.to_dict() if ratio else None,
     }
@@ -531,7 +534,7 @@ def _kind_table(found: Sequence[dict[str, Any]]) -> Table:
             figure["row"],
             known["num_prompts"],
             known["mean_acceptance_length"],
-            known["ttft_ms"]["median"],
+            known["ttft_ms"]["median"] if known["ttft_ms"] else None,
             known["decode_throughput"],
             _ratio(known["speedup_over_plain"], figure["row"] == PLAIN),
         )

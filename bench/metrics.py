@@ -8,7 +8,7 @@ holds n - 1 tokens of steps. Tokens are counted by their ids, up to the end of t
 import random
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -181,9 +181,14 @@ def _count_repeats(token_ids: Sequence[int]) -> tuple[int, int]:
 # ---- time
 
 
-def ttft_ms(run: Run) -> float:
-    """Time to the first token."""
-    return run.emission_s[0] * 1e3
+def is_streamed(run: Run) -> bool:
+    """Whether it is known when the first token came; not so where all came in one piece."""
+    return len(run.emission_s) > 1 or len(run.token_ids) <= 1
+
+
+def ttft_ms(run: Run) -> float | None:
+    """Time to the first token; None where the text came in one piece."""
+    return run.emission_s[0] * 1e3 if is_streamed(run) else None
 
 
 def e2el_ms(run: Run) -> float:
@@ -192,9 +197,10 @@ def e2el_ms(run: Run) -> float:
 
 
 def tpot_ms(run: Run) -> float | None:
-    """Time per output token after the first: (e2e - ttft) / (n - 1); None for one token."""
-    later = len(run.token_ids) - 1
-    return (e2el_ms(run) - ttft_ms(run)) / later if later > 0 else None
+    """Time per output token after the first: (e2e - ttft) / (n - 1); None for one token, or where
+    the text came in one piece."""
+    first, later = ttft_ms(run), len(run.token_ids) - 1
+    return (e2el_ms(run) - first) / later if first is not None and later > 0 else None
 
 
 def emission_gaps_ms(run: Run) -> list[float]:
@@ -212,8 +218,9 @@ def output_throughput(runs: Sequence[Run]) -> float:
 
 def decode_throughput(runs: Sequence[Run]) -> float | None:
     """Tokens per second after the first token, pooled; None where no run has more than one."""
-    tokens = sum(len(run.token_ids) - 1 for run in runs)
-    seconds = sum(run.e2e_s - run.emission_s[0] for run in runs)
+    streamed = [run for run in runs if is_streamed(run)]
+    tokens = sum(len(run.token_ids) - 1 for run in streamed)
+    seconds = sum(run.e2e_s - run.emission_s[0] for run in streamed)
     return tokens / seconds if tokens and seconds > 0 else None
 
 
@@ -224,6 +231,11 @@ def percentile(values: Sequence[float], percent: float) -> float:
     below = int(place)
     above = min(below + 1, len(ordered) - 1)
     return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+def known_values(figure: Callable[[Run], float | None], runs: Sequence[Run]) -> list[float]:
+    """A figure of every run that has it."""
+    return [value for run in runs if (value := figure(run)) is not None]
 
 
 def summary(values: Sequence[float]) -> dict[str, float] | None:
@@ -240,10 +252,9 @@ def summary(values: Sequence[float]) -> dict[str, float] | None:
 
 def latency(runs: Sequence[Run]) -> dict[str, Any]:
     """The time metrics of several runs, by the names users look for."""
-    tpots = [tpot for run in runs if (tpot := tpot_ms(run)) is not None]
     return {
-        "ttft_ms": summary([ttft_ms(run) for run in runs]),
-        "tpot_ms": summary(tpots),
+        "ttft_ms": summary(known_values(ttft_ms, runs)),
+        "tpot_ms": summary(known_values(tpot_ms, runs)),
         "itl_ms": summary([gap for run in runs for gap in emission_gaps_ms(run)]),
         "e2el_ms": summary([e2el_ms(run) for run in runs]),
         "output_throughput": output_throughput(runs),
@@ -326,7 +337,7 @@ def _median_tpot(runs: Sequence[Run]) -> float | None:
 
 
 def _pooled_tpot(by_prompt: Sequence[Sequence[Run]]) -> float:
-    runs = [run for runs in by_prompt for run in runs]
+    runs = [run for runs in by_prompt for run in runs if is_streamed(run)]
     return sum(run.e2e_s - run.emission_s[0] for run in runs) / sum(
         len(run.token_ids) - 1 for run in runs
     )

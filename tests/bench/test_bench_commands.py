@@ -164,12 +164,17 @@ def test_a_random_model_with_replayed_acceptance(capsys, tmp_path):
         (["latency", "--trees", "chain-9"], "9"),
         (["latency", "--temperature", "0,1"], "give one number"),
         (["latency", "-r", "0"], "repetitions is 0"),
-        (["latency", "--baselines", "magic"], "there is no baseline 'magic': give none or trans"),
+        (["latency", "--baselines", "magic"], "there is no baseline 'magic': give none, trans"),
         (["latency", "--trees", "chain-2", "--baselines", "replay"], "give --replay FILE"),
         (
             ["latency", "--trees", "chain-2", "--baselines", "transformers-assisted"],
             "give --assistant NAME",
         ),
+        (
+            ["latency", "--trees", "chain-2", "--baselines", "nowhere.at:all"],
+            "the rival nowhere.at:all cannot be imported (No module named 'nowhere'): pip install",
+        ),
+        (["latency", "--trees", "chain-2", "--baselines", "json:all"], "has no function 'all'"),
         (["latency", "--output-len", "3"], "--output-len and --max-new-tokens"),
         (["latency", "--input-len", "3"], "--prompts and --input-len"),
         (["identity", "--temperatures", "warm"], "give numbers with commas"),
@@ -282,6 +287,35 @@ def test_prompt_lookup_of_transformers_gives_the_same_text():
     run = row.run(prompt_ids(7) * 2, config)
     assert run.token_ids == plain.run(prompt_ids(7) * 2, config).token_ids
     assert not row.is_ours
+
+
+def load_rival(model, _tokenizer):
+    """A rival by the protocol: transformers' text, two tokens at a time."""
+
+    def generate(ids, max_new_tokens, eos_ids):
+        assert eos_ids == [EOS_ID]
+        text = hf_greedy(model, ids, max_new_tokens)
+        yield from (text[start : start + 2] for start in range(0, len(text), 2))
+
+    return generate
+
+
+def load_silent_rival(model, _tokenizer):
+    return lambda ids, max_new_tokens, _eos_ids: iter([hf_greedy(model, ids, max_new_tokens)])
+
+
+def test_rivals_by_the_protocol(bench, prompts, capsys):
+    names = f"{__name__}:load_rival,{__name__}:load_silent_rival"
+    arguments = ["latency", "--trees", "chain-2", "-r", "1", "--baselines", names, *prompts]
+    assert cli.main([*arguments, "--output", "json"]) == 0
+    streamed, silent, *_ = json.loads(capsys.readouterr().out)["rows"]
+    assert streamed["identical_prompts"] == silent["identical_prompts"] == 2
+    assert streamed["mean_acceptance_length"] == 2.0
+    assert streamed["tpot_ms"]["median"] >= 0
+    assert silent["ttft_ms"] is None
+    assert silent["tpot_ms"] is None
+    assert silent["speedup_over_plain"] is None
+    assert silent["speedup_end_to_end_over_plain"]["median"] > 0
 
 
 # ---- the latency harness on a scripted clock

@@ -89,6 +89,12 @@ def test_times_by_hand() -> None:
     assert metrics.output_throughput([timed]) == pytest.approx(5 / 1.3)
     assert metrics.decode_throughput([timed]) == pytest.approx(4 / 0.8)
     assert metrics.tpot_ms(run([])) is None
+    silent = run([], emission_s=(0.5,), ids=[1, 2, 3])
+    assert not metrics.is_streamed(silent)
+    assert metrics.ttft_ms(silent) is None
+    assert metrics.tpot_ms(silent) is None
+    assert metrics.decode_throughput([silent]) is None
+    assert metrics.decode_throughput([silent, timed]) == pytest.approx(4 / 0.8)
 
 
 def test_percentiles_interpolate() -> None:
