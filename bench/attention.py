@@ -47,8 +47,9 @@ METHODS = (
     "flex",
 )
 DEFAULT_METHODS = (OURS, "sdpa", "medusa", "flex")
-# Twice what a dense product in the same type loses, rounded up: 2.2e-3 was measured in bfloat16.
+# Twice what a fused method in the same type loses, rounded up: 2.2e-3 was measured in bfloat16.
 WORST_ERROR = {torch.bfloat16: 5e-3, torch.float16: 1e-3}
+UNFUSED_FACTOR = 2  # Medusa's form rounds its scores to that type too: 5.8e-3 measured
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _BYTES_LIMIT = 1 << 35  # KV of paths written out one by one beyond this is not tried
 
@@ -278,6 +279,11 @@ def exact_output(cell: Cell, forest: KVForest, q: Tensor, k: Tensor, v: Tensor) 
     return torch.cat(outs, dim=1)
 
 
+def worst_error(method: str, dtype: torch.dtype) -> float:
+    """The gate: a method above it gets no time."""
+    return WORST_ERROR[dtype] * (UNFUSED_FACTOR if method == "medusa" else 1)
+
+
 def relative_error(out: Tensor, exact: Tensor) -> float:
     """||out - exact|| / ||exact||; infinite where out is not finite everywhere."""
     error = float((out.double() - exact).norm() / exact.norm())
@@ -304,7 +310,7 @@ def _measure(
         prepared = prepare(method, cell, forest, page_size, q.device)
         pools = [pool_for(method, cell, forest, kv, page_size) for kv in (k, v)]
         error = relative_error(prepared.run(q, pools[0], pools[1]), exact)
-        if not error <= WORST_ERROR[cell.shape.dtype]:
+        if not error <= worst_error(method, cell.shape.dtype):
             raise ValueError(f"wrong result: relative error {error:.1e}")
         sets = num_sets(2 * pools[0].numel() * pools[0].element_size())
         rotated = [[pool.clone() for pool in pools] for _ in range(sets)]

@@ -51,7 +51,7 @@ from specdeft.kernels.tile_ops import (
 
 __all__ = ["Scratch", "allocate_scratch", "launch_shape", "tree_attention"]
 
-_MERGE_TILE = 8192  # floats of partials a merge program holds: 64 registers in 4 warps
+_MERGE_TILE = 2048  # floats of partials a merge program holds; 8192 was 1 us slower
 _SHORT_TAIL_NODES = 256  # up to here the masked loop is too short to pay for a pipeline's memory
 
 

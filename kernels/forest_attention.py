@@ -30,7 +30,7 @@ from specdeft.kernels.merge import store_rows
 from specdeft.kernels.tile_ops import NO_SCORE, capped, product, softmax_step
 from specdeft.trees.plan import AttentionPlan
 
-_MERGE_TILE = 8192  # floats of partials a merge program holds: 64 registers in 4 warps
+_MERGE_TILE = 2048  # floats of partials a merge program holds at once, as in `deft_flatten`
 _MERGED_ITEMS = 8  # partials of a row merged at once
 
 

@@ -89,7 +89,7 @@ def merge_kernel(
     SPLITS_PADDED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """MERGED rows of one KV head, all splits in one tile: two loads deep, nothing waits longer.
+    """MERGED rows of one KV head, all splits in one tile: no load waits for another partial.
 
     MERGED divides ROWS, so the rows share one row tile and one count of used splits.
     """

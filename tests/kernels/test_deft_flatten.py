@@ -71,6 +71,10 @@ def test_head_dims(dim: int) -> None:
     Case([90], random_parents(6, seed=4), heads=(2, 1, dim), dtype=torch.float16).check(2)
 
 
+def test_many_splits_of_wide_heads_merge_row_by_row() -> None:
+    Case([1100], random_parents(6, seed=4), heads=(2, 1, 128), dtype=torch.float16).check(16)
+
+
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize(
     ("softcap", "window", "sinks"),
