@@ -18,7 +18,15 @@ H, V = 8, 20
 def make(output: str = "shared", num_heads: int = 2, num_layers: int = 1) -> MedusaHeads:
     size = 5 if output == "reduced" else None
     config = HeadsConfig(
-        num_heads, num_layers, H, V, output, True, True, size, "tiny"  # type: ignore[arg-type]
+        num_heads,
+        num_layers,
+        H,
+        V,
+        output,
+        True,
+        True,
+        size,
+        "tiny",
     )
     heads = MedusaHeads(config, None if size is None else torch.tensor([0, 3, 4, 11, 19]))
     with torch.no_grad():

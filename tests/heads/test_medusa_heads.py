@@ -20,7 +20,7 @@ def make(**changes: object) -> MedusaHeads:
         **changes,
     }
     ids = torch.tensor([1, 4, 5, 9, 12, 19]) if settings.get("output") == "reduced" else None
-    return MedusaHeads(HeadsConfig(**settings), ids)  # type: ignore[arg-type]
+    return MedusaHeads(HeadsConfig(**settings), ids)
 
 
 def randomised(heads: MedusaHeads, seed: int = 0) -> MedusaHeads:

@@ -1,0 +1,97 @@
+"""Ranks, replayed tau and tree values, against walks done by hand and drafts looked up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from specdeft.heads.calibration import (
+    SAMPLED_VALUES_NAME,
+    VALUES_NAME,
+    calibrate,
+    head_ranks,
+    repeat_rate,
+    replay,
+    top_accuracies,
+)
+from specdeft.heads.documents import from_lists
+from specdeft.heads.features import extract
+from specdeft.heads.medusa import HeadsConfig, MedusaHeads
+from specdeft.heads.target import Target
+from specdeft.trees.search import ValuedPaths
+from specdeft.trees.token_tree import TokenTree
+
+
+def some_heads(target: Target) -> MedusaHeads:
+    heads = MedusaHeads(HeadsConfig(3, 1, target.hidden_size, target.vocab_size, token_input=True))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.normal_(std=0.3)
+    return heads
+
+
+def test_ranks_are_places_in_the_draft(target: Target) -> None:
+    heads = some_heads(target)
+    documents = from_lists([list(range(10, 24)), [5, 6, 7]], [[True] * 14, [True] * 3])
+    rows = extract(target.model, documents, 3)
+    ranks = head_ranks(target.model, heads, rows, num_ranks=8, batch_rows=5)
+    model = target.model
+    for i in range(len(rows)):
+        draft = heads.draft(
+            rows.hidden[i : i + 1],
+            rows.root[i : i + 1],
+            model.get_input_embeddings(),
+            model.get_output_embeddings(),
+            8,
+        )[0]
+        for head in range(3):
+            found = draft[head].tolist()
+            label = int(rows.labels[i, head])
+            assert ranks[i, head] == (found.index(label) if label in found else 8)
+
+
+def test_replay_by_hand() -> None:
+    """Tree: rank 0, then 0 or 1 below it. Answers of 6 and 2 tokens; 9 is 'not drafted'."""
+    tree = TokenTree.from_paths([(0,), (0, 0), (0, 1)])
+    ranks = torch.tensor([[0, 1], [9, 0], [9, 9], [1, 0], [0, 9], [9, 9], [0, 9], [9, 9]])
+    # Text 1: row 0 takes 2 + 1 tokens, row 3 takes 0 + 1, row 4 takes 1 + 1: 3 steps for 5 tokens.
+    # Text 2: one step for its one token after the first, although two were on offer.
+    result = replay(ranks, torch.tensor([4, 4, 4, 4, 4, 4, 7, 7]), tree)
+    assert result.documents.tolist() == [4, 7]
+    assert result.per_document.tolist() == pytest.approx([5 / 3, 1.0])
+    assert result.tau == pytest.approx(6 / 4)
+
+
+def test_one_token_answers_are_no_steps() -> None:
+    result = replay(torch.tensor([[0], [0], [0]]), torch.tensor([0, 1, 1]), TokenTree.chain(1))
+    assert result.documents.tolist() == [1]
+
+
+def test_accuracies_count_known_labels_only() -> None:
+    ranks = torch.tensor([[0, 3], [6, 0], [0, 32]])
+    found = top_accuracies(ranks, torch.tensor([2, 2, 1]))
+    assert found["top1"] == pytest.approx([2 / 3, 1 / 2], abs=1e-4)
+    assert found["top5"] == pytest.approx([2 / 3, 1.0], abs=1e-4)
+    assert found["top10"] == pytest.approx([1.0, 1.0], abs=1e-4)
+
+
+def test_repeat_rate() -> None:
+    loop, plain = [1, 2] * 10, list(range(20))
+    rates = repeat_rate(from_lists([loop, plain, [1]], [[True] * 20, [True] * 20, [True]]), size=4)
+    assert rates.tolist() == pytest.approx([1 - 2 / 17, 0.0, 0.0])
+
+
+def test_calibration_writes_values_for_both_temperatures(tmp_path: Path, target: Target) -> None:
+    heads = some_heads(target)
+    ids = [list(range(start, start + 20)) for start in range(3, 43)]
+    documents = from_lists(ids, [[True] * 20] * 40, [0.0, 0.7] * 20)
+    report = calibrate(target.model, heads, documents, tmp_path)
+    assert set(report) == {VALUES_NAME, SAMPLED_VALUES_NAME}
+    for name in report:
+        values = ValuedPaths.load(tmp_path / name)
+        assert max(map(len, values.paths)) <= 3
+        assert report[name]["documents"] == 20
+        assert report[name]["replayed_tau"]["64"] >= report[name]["replayed_tau"]["4"] >= 1
