@@ -61,6 +61,7 @@ class SelfGenerator:
     wave: int = 0
     passages: list[list[int]] = field(default_factory=list)
     dropped: int = 0
+    _asked_before: set[str] = field(default_factory=set, repr=False)
     _writers: dict[bool, TextWriter] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -110,8 +111,7 @@ class SelfGenerator:
             for _ in range(own)
         ]
         prompts = short_prompts(self.plan.wave_rows - own, rng.randrange(1 << 31))
-        # A greedy answer to a repeated prompt would be the same text again.
-        return written + self._asked(list(dict.fromkeys(prompts)), rng)
+        return written + self._asked(prompts, rng)
 
     def _long_requests(self, rng: random.Random) -> list[Request]:
         # Passages of a wave are about as long as each other: only what all prompts have in common
@@ -122,10 +122,16 @@ class SelfGenerator:
 
     def _asked(self, prompts: Sequence[str], rng: random.Random) -> list[Request]:
         encoded = self.target.tokenizer(list(prompts), add_special_tokens=False).input_ids
-        return [
-            Request([*self.turn.before, *ids, *self.turn.after], self._temperature(rng))
-            for ids in encoded
-        ]
+        requests = []
+        for prompt, ids in zip(prompts, encoded, strict=True):
+            heat = self._temperature(rng)
+            # A second greedy answer to a prompt would be the first one again: nothing new to learn,
+            # and what is held out would have been learnt.
+            if prompt in self._asked_before and heat == 0:
+                heat = rng.uniform(*self.plan.temperatures)
+            self._asked_before.add(prompt)
+            requests.append(Request([*self.turn.before, *ids, *self.turn.after], heat))
+        return requests
 
     def _passage(self, rng: random.Random, longest: int) -> str:
         """Earlier answers put together: 85 to 100 % of `longest` tokens."""

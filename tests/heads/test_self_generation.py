@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -86,6 +88,14 @@ def test_waves_hold_prompts_and_answers_and_later_ones_read_earlier_ones() -> No
     again = SelfGenerator(target, PLAN)
     for wave in waves:
         assert torch.equal(again.next_wave().tokens, wave.tokens)
+
+
+def test_no_prompt_is_answered_greedily_twice() -> None:
+    generator = SelfGenerator(make_target(), replace(PLAN, greedy=1.0))
+    first = generator._asked(["w1", "w2", "w1"], random.Random(0))
+    again = generator._asked(["w2", "w3"], random.Random(0))
+    assert [request.temperature == 0 for request in first] == [True, True, False]
+    assert [request.temperature == 0 for request in again] == [False, True]
 
 
 def test_generation_stops_at_its_count_and_its_time() -> None:
