@@ -37,6 +37,7 @@ from specdeft.bench.workbench import (
     parse,
     parse_temperatures,
     parse_trees,
+    prepare,
     progress,
     settings_of,
 )
@@ -102,6 +103,7 @@ def main(arguments: Sequence[str]) -> Finished:
     task = Task.from_options(options)
     configs = [replace(task.config, temperature=temperature) for temperature in temperatures]
     bench = load(options)
+    task = prepare(task, bench, options)
     rows = [DecoderRow(tree, bench) for tree in trees]
     encoded = bench.encode(task.prompts, task.config, options.raw)
     manifest = describe_run(

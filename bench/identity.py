@@ -26,6 +26,7 @@ from specdeft.bench.workbench import (
     parse,
     parse_temperatures,
     parse_trees,
+    prepare,
     progress,
     settings_of,
 )
@@ -72,6 +73,7 @@ def main(arguments: Sequence[str]) -> Finished:
     task = Task.from_options(options)
     configs = [replace(task.config, temperature=temperature) for temperature in temperatures]
     bench = load(options)
+    task = prepare(task, bench, options)
     plain = DecoderRow(PLAIN, bench)
     rows: list[Row] = [DecoderRow(tree, bench) for tree in trees]
     if not options.no_transformers and 0.0 in temperatures:

@@ -49,6 +49,7 @@ from specdeft.bench.workbench import (
     parse,
     parse_temperatures,
     parse_trees,
+    prepare,
     progress,
     settings_of,
 )
@@ -151,6 +152,7 @@ def main(arguments: Sequence[str]) -> Finished:
     if not config.is_greedy:
         baselines = tuple(name for name in baselines if runs_sampled(name))
     bench = load(options)
+    task = prepare(task, bench, options)
     rows = make_rows(trees, baselines, bench, options)
     plain = next(row for row in rows if isinstance(row, DecoderRow))
     encoded = bench.encode(task.prompts, config, options.raw)

@@ -47,21 +47,26 @@ class PromptSet:
         sha256: of the whole source, before any were left out.
         num_available: prompts in the source.
         prompts: those chosen, in the source's order.
+        num_later_turns: how many of them are later turns of the prompt before.
     """
 
     name: str
     sha256: str
     num_available: int
     prompts: tuple[BenchPrompt, ...]
+    num_later_turns: int = 0
 
     @property
     def rule(self) -> str:
         """How the prompts were chosen, for the report."""
-        if len(self.prompts) == self.num_available:
-            return f"all {self.num_available} prompts of {self.name}"
+        turns = self.num_later_turns
+        first = len(self.prompts) - turns
+        later = f", with {turns} later turns as prompts of their own" if turns else ""
+        if first == self.num_available:
+            return f"all {self.num_available} prompts of {self.name}{later}"
         return (
-            f"{len(self.prompts)} of the {self.num_available} prompts of {self.name}: round robin "
-            "over its kinds in order of first appearance, each kind's prompts in file order"
+            f"{first} of the {self.num_available} prompts of {self.name}: round robin "
+            "over its kinds in order of first appearance, each kind's prompts in file order" + later
         )
 
 

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +103,36 @@ class Workbench:
                 raise ValueError(f"prompt {prompt.id}: {error}") from error
             encoded.append(ids)
         return encoded
+
+    def with_later_turns(
+        self, prompts: PromptSet, config: GenerationConfig, raw: bool
+    ) -> PromptSet:
+        """Every later turn as a prompt of its own, "ID/2" and so on.
+
+        It is asked after the answers that plain decoding gives to the turns before it, so that all
+        rows read the same text.
+
+        Raises:
+            ValueError: a conversation outgrows the context; its prompt is named.
+        """
+        decoder = self.decoder(PLAIN)
+        expanded: list[BenchPrompt] = []
+        with progress(sum(len(p.later_turns) for p in prompts.prompts), "earlier turns") as done:
+            for prompt in prompts.prompts:
+                expanded.append(prompt)
+                messages = prompt.messages
+                for number, turn in enumerate(prompt.later_turns, start=2):
+                    (ids,) = self.encode(replace(prompts, prompts=(expanded[-1],)), config, raw)
+                    answer = decoder.generate(ids, config=config).text
+                    messages = (
+                        *messages,
+                        {"role": "assistant", "content": answer},
+                        {"role": "user", "content": turn},
+                    )
+                    expanded.append(BenchPrompt(f"{prompt.id}/{number}", prompt.kind, messages))
+                    done()
+        later = len(expanded) - len(prompts.prompts)
+        return replace(prompts, prompts=tuple(expanded), num_later_turns=later)
 
     def _encode_one(self, prompt: BenchPrompt, raw: bool, seed: int) -> list[int]:
         """A lone user's turn is text, which a model without a chat template takes as it is."""
@@ -208,6 +238,12 @@ def add_options(parser: argparse.ArgumentParser, usual: Amount) -> None:
         metavar="N",
         help=f"how many, evenly over kinds; up to {usual.num_prompts} if not given",
     )
+    work.add_argument(
+        "--turns",
+        default="first",
+        choices=("first", "all"),
+        help="all: later turns are prompts too, after plain decoding's answers",
+    )
     work.add_argument("--raw", action="store_true", help="do not use the chat template")
     work.add_argument(
         "--max-new-tokens", type=int, metavar="N", help=f"{usual.max_new_tokens} if not given"
@@ -270,6 +306,14 @@ class Task:
         )
         folder = RunFolder(options.save_result)
         return cls(_prompts(options), folder, config)
+
+
+def prepare(task: Task, bench: Workbench, options: argparse.Namespace) -> Task:
+    """The task with its later turns, if they were asked for."""
+    if options.turns == "first":
+        return task
+    prompts = bench.with_later_turns(task.prompts, task.config, options.raw)
+    return replace(task, prompts=prompts)
 
 
 def _prompts(options: argparse.Namespace) -> PromptSet:

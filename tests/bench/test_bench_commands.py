@@ -12,6 +12,7 @@ from specdeft.bench import acceptance, cli, identity, latency
 from specdeft.bench.baselines import PlannedRow, make_rows
 from specdeft.bench.gate import Verdict, judge
 from specdeft.bench.metrics import Run
+from specdeft.bench.prompt_set import load_prompts
 from specdeft.bench.reference_rows import TransformersRow
 from specdeft.bench.rows import DecoderRow
 from specdeft.bench.run_folder import RunFolder
@@ -193,6 +194,35 @@ def test_bad_input_is_one_sentence(bench, prompts, arguments, named):
 def test_lists_of_trees_and_temperatures():
     assert parse_trees(" chain-4, 16,") == ("chain-4", "16")
     assert parse_temperatures("0,0.7") == (0.0, 0.7)
+
+
+# ---- turns
+
+
+class ChatTokenizer(ByteTokenizer):
+    """Roles are letters; the text of a chat is its turns."""
+
+    chat_template = "roles"
+
+    def apply_chat_template(self, messages, **_settings):
+        text = "".join(f"{message['role'][0]}:{message['content']}" for message in messages)
+        return self(f"{text}a:")
+
+
+def test_later_turns_are_asked_after_plain_answers(tmp_path):
+    known = tiny_bench()
+    tokenizer: Any = ChatTokenizer()
+    bench = Workbench(known.model, tokenizer, known.heads, None)
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"id": "x", "kind": "k", "turns": ["Hi", "More"]}\n{"prompt": "Bye"}\n')
+    config = GenerationConfig(max_new_tokens=8, ignore_eos=True)
+    prompts = bench.with_later_turns(load_prompts(str(path)), config, False)
+    assert [prompt.id for prompt in prompts.prompts] == ["x", "x/2", "2"]
+    assert prompts.rule.endswith("with 1 later turns as prompts of their own")
+    first, second, _ = bench.encode(prompts, config, False)
+    answer = DecoderRow("plain", bench).run(first, config).token_ids
+    text = f"u:Hia:{tokenizer.decode(answer, skip_special_tokens=True)}u:Morea:"
+    assert second == tokenizer(text)["input_ids"]
 
 
 # ---- rows
