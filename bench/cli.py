@@ -7,7 +7,7 @@ from importlib import import_module
 
 from specdeft.bench.report import FORMATS, Finished
 
-_COMMANDS = {
+COMMANDS = {
     "identity": "is the text that of plain decoding, token for token",
     "acceptance": "tokens a step (tau), by depth and rank, with repeats beside it",
     "latency": "time to first token, per token and end to end, beside plain decoding",
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
         "specdeft bench latency --quick",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, summary in _COMMANDS.items():
+    for name, summary in COMMANDS.items():
         commands.add_parser(name, help=summary, add_help=False)
     known, _rest = parser.parse_known_args(list(arguments[:1]))
     run: Command = import_module(f"specdeft.bench.{known.command}").main

@@ -2,7 +2,7 @@
 
     manifest.json   what the run is, written before the first record
     records.jsonl   one line a generation, appended as it ends
-    report.md, report.json, report.html
+    report.md, report.json, report.html, and plots/*.png where asked for
 
 Files other than the records appear whole or not at all.
 """
@@ -16,6 +16,7 @@ from typing import Any, TextIO
 
 from specdeft.bench.html_report import as_html
 from specdeft.bench.manifest import fingerprint
+from specdeft.bench.plots import check_available, save_plots
 from specdeft.bench.report import Report, as_json, as_markdown
 from specdeft.trees.tree_file import write_atomically
 
@@ -28,12 +29,19 @@ class RunFolder:
     A context manager: the records file is open inside.
     """
 
-    def __init__(self, folder: str | Path | None) -> None:
+    def __init__(self, folder: str | Path | None, *, plots: bool = False) -> None:
         """Check that the folder can be written; nothing is written yet.
 
+        Args:
+            folder: where, or None to keep the records in memory only.
+            plots: draw the report's charts as PNG files, too.
+
         Raises:
-            ValueError: it cannot be, or the disk is full.
+            ValueError: it cannot be written, the disk is full, or matplotlib is missing.
         """
+        if plots:
+            check_available()
+        self._plots = plots
         self.folder = None if folder is None else Path(folder)
         self._records: dict[str, dict[str, Any]] = {}
         self._file: TextIO | None = None
@@ -109,6 +117,8 @@ class RunFolder:
             write_atomically(self.folder / "report.json", as_json(report))
             write_atomically(self.folder / "report.md", as_markdown(report))
             write_atomically(self.folder / "report.html", as_html(report))
+            if self._plots:
+                save_plots(report.charts, self.folder / "plots")
         except OSError as error:
             raise ValueError(
                 f"the report cannot be written to {self.folder} ({error.strerror}): make room and "

@@ -261,6 +261,9 @@ def add_options(parser: argparse.ArgumentParser, usual: Amount) -> None:
     result.add_argument(
         "--save-result", metavar="FOLDER", help="keep records and report; resumes a stopped run"
     )
+    result.add_argument(
+        "--plots", action="store_true", help="PNG files in the folder, too (needs matplotlib)"
+    )
     parser.set_defaults(usual=usual)
 
 
@@ -304,7 +307,9 @@ class Task:
         config = GenerationConfig(
             max_new_tokens=options.max_new_tokens, seed=options.seed, ignore_eos=options.ignore_eos
         )
-        folder = RunFolder(options.save_result)
+        if options.plots and options.save_result is None:
+            raise ValueError("--plots has nowhere to go: give --save-result FOLDER")
+        folder = RunFolder(options.save_result, plots=options.plots)
         return cls(_prompts(options), folder, config)
 
 
@@ -369,7 +374,7 @@ def _load_heads(heads: str, loaded: LoadedTarget) -> LoadedHeads | None:
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     """The options that decide the figures: two parts of one run must share them."""
-    free = {"output", "save_result", "default_num_prompts", "usual", "quick", "output_len"}
+    free = {"output", "save_result", "default_num_prompts", "usual", "quick", "output_len", "plots"}
     settings = {key: value for key, value in vars(options).items() if key not in free}
     for key in ("model", "heads", "prompts"):
         # A folder is the same folder from wherever the command is given.

@@ -5,9 +5,11 @@ from xml.etree import ElementTree
 
 import pytest
 
+from specdeft.bench import plots
 from specdeft.bench.charts import BarChart, HeatMap, LineChart, TreeChart, cumulative, ticks
 from specdeft.bench.html_report import as_html
 from specdeft.bench.report import Report, Table
+from specdeft.bench.run_folder import RunFolder
 from specdeft.bench.svg import WIDTH, draw, shorten, tree_places
 from specdeft.trees.named import named_tree
 
@@ -78,6 +80,23 @@ def test_parents_stand_above_the_middle_of_their_children():
 def test_what_is_cut_is_marked():
     assert shorten("short", 100) == "short"
     assert shorten("a" * 50, 62) == "a" * 9 + "…"
+
+
+def test_png_files(tmp_path):
+    pytest.importorskip("matplotlib", reason="PNG files need the extra bench")
+    paths = plots.save_plots(CHARTS, tmp_path / "plots")
+    assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == sorted(
+        path.name for path in paths
+    )
+    assert paths[0].name == "01-lines.png"
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
+
+
+def test_without_matplotlib_plots_are_refused_before_any_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(plots, "find_spec", lambda _name: None)
+    with pytest.raises(ValueError, match=r"pip install 'specdeft\[bench\]'"):
+        RunFolder(tmp_path, plots=True)
+    RunFolder(tmp_path)
 
 
 def test_the_page_needs_nothing_else_and_escapes_what_it_shows():

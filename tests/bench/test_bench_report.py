@@ -4,9 +4,13 @@ import csv
 import io
 import json
 import os
+from pathlib import Path
 
 import pytest
 
+from specdeft.bench import cli as bench_cli
+from specdeft.bench.baselines import BASELINES
+from specdeft.bench.metrics import acceptance
 from specdeft.bench.report import FORMATS, Report, Table
 from specdeft.bench.run_folder import RunFolder
 
@@ -126,3 +130,11 @@ def test_a_full_disk_is_refused_or_said(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("U", (), {"free": 3})())
     with pytest.raises(ValueError, match="only 0 MiB are free"):
         RunFolder(tmp_path / "other")
+
+
+def test_the_rooms_readme_names_what_there_is():
+    text = (Path(bench_cli.__file__).parent / "README.md").read_text(encoding="utf-8")
+    for name in (*BASELINES, *acceptance([])):
+        assert f"`{name}`" in text or name.startswith("num_"), name
+    for command in bench_cli.COMMANDS:
+        assert f"specdeft bench {command} " in text
