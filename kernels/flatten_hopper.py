@@ -1,16 +1,17 @@
 """DeFT-Flatten partials written for Hopper: what `deft_flatten` runs on sm_90 for many rows.
 
-Same plan, arguments and result as the Triton kernel there; written in Gluon, Triton's lower level,
-because two things decide the speed once a KV head has more than 64 rows, and Triton has neither:
+Same plan, arguments and result as the Triton kernel there, written in Gluon, Triton's lower level,
+for what Triton cannot be told:
 
-- a tile of 128 rows (two warpgroups) over 128 tokens: K and V come from L2 once per 128 rows. At 64
-  rows L2 alone would cap a device with 7 TB/s at some 450 TFLOP/s;
 - overlap: the product of block i's scores is issued first, then the value product of block i - 1;
-  the softmax of block i runs while the latter does (FlashAttention-3's order, arXiv 2407.08608).
+  the softmax of block i runs while the latter does (FlashAttention-3's order, arXiv 2407.08608);
+- K and V blocks arrive through the bulk copy engine into rings of STAGES buffers, with no address
+  arithmetic in the loop; the page id of a block is read an iteration before its copy starts.
 
-K and V blocks arrive through the bulk copy engine into rings of STAGES buffers; the page id of a
-block is read one iteration before its copy is issued. Tokens past the end of a sequence are never
-multiplied: their value rows are zeroed in shared memory before the last product.
+A tile is 64 rows per warpgroup. Two programs of 64 rows on an SM are faster than one of 128: nothing
+makes them do their softmax at the same time (docs/tuning-attention.md). Slots past the end of a
+sequence may hold anything: their scores are masked, and their value rows zeroed in shared memory
+before the last product.
 """
 
 # Jitted bodies are Gluon's language, not Python's: mypy checks nothing in them.
