@@ -8,10 +8,10 @@ for what Triton cannot be told:
 - K and V blocks arrive through the bulk copy engine into rings of STAGES buffers, with no address
   arithmetic in the loop; the page id of a block is read an iteration before its copy starts.
 
-A tile is 64 rows per warpgroup. Two programs of 64 rows on an SM are faster than one of 128: nothing
-makes them do their softmax at the same time (docs/tuning-attention.md). Slots past the end of a
-sequence may hold anything: their scores are masked, and their value rows zeroed in shared memory
-before the last product.
+A tile is 64 rows per warpgroup. Two programs of 64 rows on an SM are faster than one of 128:
+nothing makes them do their softmax at the same time (docs/tuning-attention.md). Slots past the end
+of a sequence may hold anything: their scores are masked, and their value rows zeroed in shared
+memory before the last product.
 """
 
 # Jitted bodies are Gluon's language, not Python's: mypy checks nothing in them.
