@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdeft.bench import acceptance, cli, identity, latency
+from specdeft.bench import acceptance, cli, identity, latency, latency_measure, latency_report
 from specdeft.bench.baselines import PlannedRow, make_rows
 from specdeft.bench.gate import Verdict, judge
 from specdeft.bench.metrics import Run
@@ -389,7 +389,7 @@ def measure(rows, bench, **changes):
     settings = {"repetitions": 2, "warm_up": True, "judge_text": exact, **changes}
     config = GenerationConfig(max_new_tokens=4)
     encoded = {"p": [5], "q": [6]}
-    return latency.measure(rows, bench, config, encoded, RunFolder(None), **settings)
+    return latency_measure.measure(rows, bench, config, encoded, RunFolder(None), **settings)
 
 
 def test_repetitions_alternate_and_ratios_are_paired():
@@ -398,7 +398,7 @@ def test_repetitions_alternate_and_ratios_are_paired():
     assert calls[:6] == ["transformers", "transformers", "plain", "plain", "tree", "tree"]
     assert calls[6:12] == ["transformers", "plain", "tree", "tree", "plain", "transformers"]
     assert [result.cold_start_s for result in results] == pytest.approx([0.12, 0.08, 0.04])
-    known = latency.figures(results[2], {"plain": results[1]}, 0, lossy=False)
+    known = latency_report.figures(results[2], {"plain": results[1]}, 0, lossy=False)
     assert known["speedup_over_plain"]["median"] == pytest.approx(2.0)
     assert known["ttft_ms"]["median"] == pytest.approx(10.0)
     assert known["tpot_ms"]["median"] == pytest.approx(10.0)
@@ -412,7 +412,7 @@ def test_a_row_with_another_text_has_no_speed(lossy):
     rows[2].ids = (1, 2, 9, 4)
     results = measure(rows, bench)
     assert not results[2].has_speed
-    report = latency.make_report(results, manifest(), [], lossy=lossy)
+    report = latency_report.make_report(results, manifest(), [], lossy=lossy)
     row = report.tables[0].rows[2]
     assert ("10.0" in str(row)) == lossy
     assert row[0] == "tree (lossy)"
@@ -430,12 +430,35 @@ def test_a_row_that_counts_past_the_end_or_changes_its_mind_has_no_speed():
     assert "its repetitions give different texts" in results[2].problems[0]
 
 
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_a_row_that_reuses_earlier_calls_has_no_speed(is_cached):
+    rows, bench, _ = scripted(30.0, 20.0, 10.0)
+    honest = rows[2].run
+    seen: set[tuple[int, ...]] = set()
+
+    def cached(prompt_ids, config) -> Run:
+        rows[2]._ms = 1.0 if tuple(prompt_ids) in seen else 10.0
+        seen.add(tuple(prompt_ids))
+        return honest(prompt_ids, config)
+
+    if is_cached:
+        rows[2].run = cached  # type: ignore[method-assign]
+    config = GenerationConfig(max_new_tokens=4)
+    encoded = {"p": [5, 6, 7, 8]}
+    settings: dict[str, Any] = {"repetitions": 3, "warm_up": True, "judge_text": exact}
+    folder = RunFolder(None)
+    result = latency_measure.measure(rows, bench, config, encoded, folder, **settings)[2]
+    latency_measure.check_reuse(rows[2], result, encoded["p"], config, folder)
+    assert result.has_speed != is_cached
+    assert any("takes 10.0 times as long" in problem for problem in result.problems) == is_cached
+
+
 def test_the_yardstick_keeps_its_speed_and_its_difference_is_said():
     rows, bench, _ = scripted(30.0, 20.0, 10.0)
     rows[0].ids = (1, 2, 9, 4)
     results = measure(rows, bench)
     assert results[0].has_speed
-    report = latency.make_report(results, manifest(), [], lossy=False)
+    report = latency_report.make_report(results, manifest(), [], lossy=False)
     assert report.remarks[0].startswith("transformers: 0 of 2 texts")
 
 

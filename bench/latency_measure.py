@@ -1,0 +1,269 @@
+"""The measuring of `bench latency`: warm-up, alternating repetitions, and the checks.
+
+A row is checked in four ways before its speed is believed: its counts agree with its ids, its
+repetitions give one text, that text is plain decoding's, and a prompt that it has not seen takes it
+no longer than one that it has (or it would be reusing what earlier calls left behind).
+"""
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+
+import torch
+
+from specdeft.bench.analytic import kv_read_bytes_per_step, kv_read_ratio_vs_per_path
+from specdeft.bench.baselines import PlannedRow
+from specdeft.bench.gate import Verdict
+from specdeft.bench.metrics import Run, known_values, ttft_ms
+from specdeft.bench.phases import StepPhases, measure_phases
+from specdeft.bench.rows import DecoderRow, Row, recorded
+from specdeft.bench.run_folder import RunFolder
+from specdeft.bench.workbench import PLAIN, Workbench, progress
+from specdeft.config import GenerationConfig
+from specdeft.graphs import context_bucket
+
+_WARM_UP_TOKENS = 16
+_PHASE_TOKENS = 32
+# A prompt of the same length that was never seen may not take this many times as long to its first
+# token as a repeated one; the quickest of several counts, so that a busy machine is not blamed.
+_REUSE_RATIO = 2.0
+_NUM_UNSEEN = 3
+_UNSEEN_TOKENS = 8
+Judge = Callable[[Sequence[int], tuple[int, ...], tuple[int, ...]], Verdict]
+
+
+@dataclass
+class RowResult:
+    """What was measured of one row.
+
+    Attributes:
+        name, is_ours: the row's.
+        kinds: of the prompts.
+        kv: analytic figures of the KV cache; empty where the row is not our engine.
+        phases_ms: medians over the steps of one text; empty where they were not measured.
+        cold_start_s: its first call in this process, which warms it up; None without warm-up.
+        runs: [prompt][repetition].
+        verdicts: of each prompt's first repetition, against plain decoding.
+        problems: why its figures are not to be believed, a clause each.
+    """
+
+    name: str
+    is_ours: bool
+    kinds: tuple[str, ...] = ()
+    kv: dict[str, float] = field(default_factory=dict)
+    phases_ms: dict[str, float] = field(default_factory=dict)
+    cold_start_s: float | None = None
+    runs: list[list[Run]] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def all_runs(self) -> list[Run]:
+        """Of all prompts and repetitions."""
+        return [run for runs in self.runs for run in runs]
+
+    @property
+    def num_identical(self) -> int:
+        """Prompts whose text is plain decoding's, id by id."""
+        return sum(verdict.identical for verdict in self.verdicts)
+
+    @property
+    def num_passed(self) -> int:
+        """Prompts whose text passes the gate."""
+        return sum(verdict.passed for verdict in self.verdicts)
+
+    @property
+    def has_speed(self) -> bool:
+        """Whether its speed is printed. transformers is the yardstick, not a claim of ours."""
+        return not self.problems and (not self.is_ours or self.num_passed == len(self.verdicts))
+
+
+def measure(
+    rows: Sequence[Row],
+    bench: Workbench,
+    config: GenerationConfig,
+    encoded: dict[str, list[int]],
+    folder: RunFolder,
+    *,
+    repetitions: int,
+    warm_up: bool,
+    judge_text: Judge,
+) -> list[RowResult]:
+    """Time every row on every prompt; what the folder holds is not run again.
+
+    Args:
+        rows: what is timed; one is called "plain".
+        encoded: the prompts' ids by prompt id.
+        judge_text: compares a row's ids with plain decoding's, for one prompt.
+    """
+    results = [RowResult(row.name, row.is_ours) for row in rows]
+    with progress(len(encoded) * repetitions * len(rows), "latency") as done:
+        if warm_up and not _is_complete(rows, encoded, folder, repetitions):
+            _warm_up(rows, results, bench, config, list(encoded.values()))
+        for prompt_id, ids in encoded.items():
+            for result in results:
+                result.runs.append([])
+            for repetition in range(repetitions):
+                pairs = list(zip(rows, results, strict=True))
+                for row, result in pairs if repetition % 2 == 0 else reversed(pairs):
+                    key = _key(row, prompt_id, repetition)
+                    measure_one = partial(_measured, row, ids, config)
+                    run = recorded(folder, key, row.name, prompt_id, measure_one)
+                    result.runs[-1].append(run)
+                    done()
+            _judge_prompt(results, bench, config, prompt_id, ids, judge_text, folder)
+    return results
+
+
+def _is_complete(
+    rows: Sequence[Row], prompt_ids: Mapping[str, object], folder: RunFolder, repetitions: int
+) -> bool:
+    return all(
+        folder.get(_key(row, prompt_id, repetition)) is not None
+        for row in rows
+        for prompt_id in prompt_ids
+        for repetition in range(repetitions)
+    )
+
+
+def _key(row: Row, prompt_id: str, repetition: int) -> str:
+    return f"{row.name}|{prompt_id}|{repetition}"
+
+
+def _warm_up(
+    rows: Sequence[Row],
+    results: Sequence[RowResult],
+    bench: Workbench,
+    config: GenerationConfig,
+    encoded: Sequence[Sequence[int]],
+) -> None:
+    """The first call is timed apart. On a GPU every context bucket is visited in full length, so
+    that no graph is captured later; on a CPU a few tokens are enough."""
+    short = _short(config, _WARM_UP_TOKENS)
+    is_cuda = bench.model.device.type == "cuda"
+    longest = {context_bucket(len(ids)): ids for ids in sorted(encoded, key=len)}
+    for row, result in zip(rows, results, strict=True):
+        began = bench.clock()
+        row.run(encoded[0], short)
+        result.cold_start_s = bench.clock() - began
+        for ids in longest.values() if is_cuda else [encoded[0]]:
+            row.run(ids, config if is_cuda else short)
+
+
+def _measured(row: Row, ids: Sequence[int], config: GenerationConfig) -> Run:
+    with _peak_memory() as peak:
+        run = row.run(ids, config)
+    return replace(run, max_memory_allocated=peak())
+
+
+@contextmanager
+def _peak_memory() -> Iterator[Callable[[], int | None]]:
+    """What torch held at most on the GPU inside; None without one."""
+    if not torch.cuda.is_initialized():
+        yield lambda: None
+        return
+    torch.cuda.reset_peak_memory_stats()
+    yield torch.cuda.max_memory_allocated
+
+
+def _judge_prompt(
+    results: Sequence[RowResult],
+    bench: Workbench,
+    config: GenerationConfig,
+    prompt_id: str,
+    ids: Sequence[int],
+    judge_text: Judge,
+    folder: RunFolder,
+) -> None:
+    """The gate for one prompt: the counts are right, the text is repeatable and plain's."""
+    plain_ids = next(row for row in results if row.name == PLAIN).runs[-1][0].token_ids
+    eos_ids = frozenset[int]() if config.ignore_eos else bench.eos_ids()
+    for result in results:
+        runs = result.runs[-1]
+        problem = runs[0].check(config.max_new_tokens, eos_ids) if result.is_ours else None
+        if any(run.token_ids != runs[0].token_ids for run in runs):
+            problem = "its repetitions give different texts"
+        if problem:
+            result.problems.append(f"prompt {prompt_id}: {problem}")
+        key = f"verdict|{result.name}|{prompt_id}"
+        record = folder.get(key)
+        if record is None:
+            record = asdict(judge_text(ids, runs[0].token_ids, plain_ids))
+            folder.put(key, record)
+        result.verdicts.append(Verdict(**record))
+
+
+def kv_figures(row: Row, result: RowResult, encoded: Sequence[Sequence[int]]) -> dict[str, float]:
+    """Of a step in the middle of the mean text."""
+    if not isinstance(row, DecoderRow):
+        return {}
+    texts = [
+        len(ids) + len(runs[0].token_ids) // 2
+        for ids, runs in zip(encoded, result.runs, strict=True)
+    ]
+    context = round(statistics.fmean(texts))
+    target, tree = row.decoder.engine.target, row.decoder.tree
+    return {
+        "num_context_tokens": context,
+        "kv_read_bytes_per_step": kv_read_bytes_per_step(target.shape, target.dtype, tree, context),
+        "kv_read_ratio_vs_per_path": kv_read_ratio_vs_per_path(tree, context),
+    }
+
+
+def phase_figures(
+    row: Row,
+    bench: Workbench,
+    ids: Sequence[int],
+    config: GenerationConfig,
+    folder: RunFolder,
+) -> dict[str, float]:
+    """Medians over the steps of the first text; empty for rows that are not our trees."""
+    if not isinstance(row, DecoderRow) or isinstance(row, PlannedRow):
+        return {}
+    key = f"phases|{row.name}"
+    known = folder.get(key)
+    if known is None:
+        steps = measure_phases(bench, row.name, ids, _short(config, _PHASE_TOKENS))
+        known = {
+            name: statistics.median(getattr(step, name) for step in steps)
+            for name in StepPhases._fields
+            if steps
+        }
+        folder.put(key, known)
+    return known
+
+
+def check_reuse(
+    row: Row,
+    result: RowResult,
+    ids: Sequence[int],
+    config: GenerationConfig,
+    folder: RunFolder,
+) -> None:
+    """Whether the first prompt's time to the first token was earned anew in every repetition."""
+    seen = known_values(ttft_ms, result.runs[0])
+    if not seen:
+        return
+    key = f"unseen|{row.name}"
+    known = folder.get(key)
+    if known is None:
+        runs = [
+            row.run([*ids[turn:], *ids[:turn]], _short(config, _UNSEEN_TOKENS))
+            for turn in range(1, 1 + _NUM_UNSEEN)
+        ]
+        known = {"ttft_ms": known_values(ttft_ms, runs)}
+        folder.put(key, known)
+    if not known["ttft_ms"]:
+        return
+    ratio = min(known["ttft_ms"]) / statistics.median(seen)
+    if ratio > _REUSE_RATIO:
+        result.problems.append(
+            f"a prompt not seen before takes {ratio:.1f} times as long to its first token: "
+            "earlier calls are reused"
+        )
+
+
+def _short(config: GenerationConfig, num_tokens: int) -> GenerationConfig:
+    return replace(config, max_new_tokens=min(config.max_new_tokens or num_tokens, num_tokens))

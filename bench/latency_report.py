@@ -1,0 +1,355 @@
+"""The report of `bench latency`: figures by metric name, tables, drawings."""
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from specdeft.bench.charts import BarChart, Chart, LineChart, cumulative
+from specdeft.bench.latency_measure import RowResult
+from specdeft.bench.metrics import (
+    Run,
+    acceptance,
+    decode_throughput,
+    emission_gaps_ms,
+    known_values,
+    latency,
+    repeat_rate_pooled,
+    speedup,
+    speedup_end_to_end,
+    summary,
+    ttft_ms,
+)
+from specdeft.bench.phases import StepPhases
+from specdeft.bench.reference_rows import TRANSFORMERS
+from specdeft.bench.report import Cell, Report, Table
+from specdeft.bench.workbench import PLAIN
+
+# Slowest over fastest repetition of a text; a quiet machine stays within a few percent.
+_QUIET_SPREAD = 1.15
+_TIMES = ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms")
+
+
+def figures(
+    result: RowResult, baselines: dict[str, RowResult], seed: int, *, lossy: bool
+) -> dict[str, Any]:
+    """Everything about one row by metric name; speeds only if they may be shown."""
+    runs = result.all_runs
+    shown = result.has_speed or lossy
+    known: dict[str, Any] = {
+        "row": result.name,
+        "num_nodes": max(run.num_nodes for run in runs),
+        "has_speed": result.has_speed,
+        "lossy": not result.has_speed,
+        "identical_prompts": result.num_identical,
+        "passed_prompts": result.num_passed,
+        "num_prompts": len(result.verdicts),
+        "problems": result.problems,
+        "cold_start_s": result.cold_start_s,
+        "mean_acceptance_length": acceptance(runs)["mean_acceptance_length"],
+        "repeat_rate": repeat_rate_pooled([runs[0] for runs in result.runs]),
+        "num_output_tokens": sum(len(runs[0].token_ids) for runs in result.runs),
+        "max_memory_allocated": _peak(runs),
+        "kv_analytic": result.kv,
+        "phases_ms": result.phases_ms,
+    }
+    if shown:
+        known |= latency(runs)
+        known["median_tokens_per_second"] = _median_tokens_per_second(result)
+        for name, baseline in baselines.items():
+            decode = speedup(baseline.runs, result.runs, seed)
+            known[f"speedup_over_{name}"] = decode.to_dict() if decode else None
+            whole = speedup_end_to_end(baseline.runs, result.runs, seed)
+            known[f"speedup_end_to_end_over_{name}"] = whole.to_dict()
+        known["by_kind"] = {
+            kind: _figures_of_kind(kind, result, baselines.get(PLAIN))
+            for kind in dict.fromkeys(result.kinds)
+        }
+    return known
+
+
+def _figures_of_kind(kind: str, result: RowResult, plain: RowResult | None) -> dict[str, Any]:
+    chosen = [index for index, its in enumerate(result.kinds) if its == kind]
+    runs = [run for index in chosen for run in result.runs[index]]
+    ratio = None
+    if plain is not None:
+        ratio = speedup([plain.runs[i] for i in chosen], [result.runs[i] for i in chosen])
+    return {
+        "num_prompts": len(chosen),
+        "mean_acceptance_length": acceptance(runs)["mean_acceptance_length"],
+        "ttft_ms": summary(known_values(ttft_ms, runs)),
+        "decode_throughput": decode_throughput(runs),
+        "speedup_over_plain": ratio.to_dict() if ratio else None,
+    }
+
+
+def _peak(runs: Sequence[Run]) -> int | None:
+    known = [run.max_memory_allocated for run in runs if run.max_memory_allocated is not None]
+    return max(known) if known else None
+
+
+def _median_tokens_per_second(result: RowResult) -> float:
+    """Over prompts, of the median over repetitions; end to end."""
+    return statistics.median(
+        statistics.median(len(run.token_ids) / run.e2e_s for run in runs) for runs in result.runs
+    )
+
+
+def make_report(
+    measured: Sequence[RowResult],
+    manifest: dict[str, Any],
+    tree_reports: Sequence[str],
+    *,
+    lossy: bool,
+) -> Report:
+    """The main table with the ratios, then the percentiles of every time."""
+    baselines = {row.name: row for row in measured if row.name in (PLAIN, TRANSFORMERS)}
+    settings = manifest["settings"]
+    found = [figures(row, baselines, settings["seed"], lossy=lossy) for row in measured]
+    remarks = [
+        f"{row.name}: no speed, {_why(row)}" if not lossy else f"{row.name}: LOSSY, {_why(row)}"
+        for row in measured
+        if not row.has_speed
+    ]
+    remarks += [
+        f"{row.name}: {row.num_passed} of {len(row.verdicts)} texts are plain decoding's but for "
+        f"near ties, {row.num_identical} of them exactly"
+        for row in measured
+        if row.num_identical < len(row.verdicts) and row.has_speed
+    ]
+    unrest = _unrest(measured)
+    if unrest > _QUIET_SPREAD:
+        remarks.append(
+            f"the machine was not quiet: of two repetitions of one text the slower took "
+            f"{unrest:.2f} times as long (median over rows and prompts)"
+        )
+    return Report(
+        title=f"Latency, {manifest['dtype']}, {manifest['device']}",
+        notes=(
+            manifest["prompts"]["rule"],
+            f"up to {settings['max_new_tokens']} new tokens a prompt, "
+            f"{settings['repetitions']} repetitions in the order A B .. B A, "
+            f"{'no warm-up' if settings['no_warmup'] else 'warmed up'}, "
+            f"T = {settings['temperature']}, {manifest['machine']['threads']} threads",
+            "ratios: time per token after the first (decode) or in all (whole), median over "
+            "prompts of the ratio of medians over repetitions, with its 95 % bootstrap interval",
+            *tree_reports,
+        ),
+        tables=tuple(
+            table
+            for table in (
+                _main_table(found, list(baselines)),
+                _speedup_table(found, list(baselines)),
+                _kind_table(found),
+                _phase_table(found),
+                _kv_table(found),
+                _times_table(found),
+            )
+            if table.rows
+        ),
+        remarks=tuple(remarks),
+        data={"manifest": manifest, "rows": found},
+        charts=latency_charts(measured, found, lossy=lossy),
+    )
+
+
+def _unrest(measured: Sequence[RowResult]) -> float:
+    """Slowest over fastest repetition of one text, median over rows and prompts; 1 if unknown."""
+    spreads = [
+        max(run.e2e_s for run in runs) / min(run.e2e_s for run in runs)
+        for row in measured
+        for runs in row.runs
+        if len(runs) > 1
+    ]
+    return statistics.median(spreads) if spreads else 1.0
+
+
+def _why(row: RowResult) -> str:
+    if row.problems:
+        return row.problems[0]
+    index = next(i for i, verdict in enumerate(row.verdicts) if not verdict.passed)
+    verdict = row.verdicts[index]
+    return f"the text of {len(row.verdicts) - row.num_passed} prompts is not plain decoding's: " + (
+        verdict.describe(len(row.runs[index][0].token_ids))
+    )
+
+
+def _main_table(found: Sequence[dict[str, Any]], baselines: Sequence[str]) -> Table:
+    ratios = [f"x {name}" for name in baselines]
+    columns = ("row", "nodes", "tau", "tokens/s", "ttft ms", "tpot ms", "p99 gap ms", *ratios)
+    rows = tuple(_main_row(row, baselines) for row in found)
+    return Table("Latency", (*columns, "identical", "cold start s"), rows)
+
+
+def _main_row(figure: dict[str, Any], baselines: Sequence[str]) -> tuple[Cell, ...]:
+    def of(name: str, statistic: str) -> float | None:
+        known = figure.get(name)
+        return known[statistic] if known else None
+
+    return (
+        f"{figure['row']} (lossy)" if figure["lossy"] else figure["row"],
+        figure["num_nodes"],
+        figure["mean_acceptance_length"],
+        figure.get("median_tokens_per_second"),
+        of("ttft_ms", "median"),
+        of("tpot_ms", "median"),
+        of("itl_ms", "p99"),
+        *(of(f"speedup_over_{name}", "median") for name in baselines),
+        f"{figure['identical_prompts']}/{figure['num_prompts']}",
+        figure["cold_start_s"],
+    )
+
+
+def _speedup_table(found: Sequence[dict[str, Any]], baselines: Sequence[str]) -> Table:
+    rows = [
+        (
+            figure["row"],
+            name,
+            measured,
+            known["median"],
+            f"[{known['low']:.3f}, {known['high']:.3f}]",
+            known["pooled"],
+            min(known["per_prompt"]),
+            max(known["per_prompt"]),
+        )
+        for figure in found
+        for name in baselines
+        if name != figure["row"]
+        for measured, key in (("decode", "speedup"), ("whole", "speedup_end_to_end"))
+        if (known := figure.get(f"{key}_over_{name}"))
+    ]
+    columns = ("row", "over", "of", "median", "95 % interval", "pooled", "worst", "best")
+    return Table("Speed-up by prompt", columns, tuple(rows))
+
+
+def _ratio(known: dict[str, Any] | None, is_itself: bool) -> str | None:
+    if known is None or is_itself:
+        return None
+    return f"{known['median']:.2f} [{known['low']:.2f}, {known['high']:.2f}]"
+
+
+def _times_table(found: Sequence[dict[str, Any]]) -> Table:
+    statistics_shown = ("mean", "std", "p50", "p90", "p95", "p99")
+    rows = [
+        (figure["row"], name, *(figure[name][statistic] for statistic in statistics_shown))
+        for figure in found
+        for name in _TIMES
+        if figure.get(name)
+    ]
+    return Table("Times", ("row", "time", *statistics_shown), tuple(rows))
+
+
+def _kind_table(found: Sequence[dict[str, Any]]) -> Table:
+    rows = [
+        (
+            kind,
+            figure["row"],
+            known["num_prompts"],
+            known["mean_acceptance_length"],
+            known["ttft_ms"]["median"] if known["ttft_ms"] else None,
+            known["decode_throughput"],
+            _ratio(known["speedup_over_plain"], figure["row"] == PLAIN),
+        )
+        for figure in found
+        for kind, known in figure.get("by_kind", {}).items()
+    ]
+    # One kind says nothing that the main table does not.
+    rows = rows if len({row[0] for row in rows}) > 1 else []
+    columns = ("kind", "row", "prompts", "tau", "ttft ms", "decode tokens/s", "x plain (decode)")
+    return Table("By kind of prompt", columns, tuple(sorted(rows, key=lambda row: str(row[0]))))
+
+
+def _phase_table(found: Sequence[dict[str, Any]]) -> Table:
+    rows = [
+        (
+            figure["row"],
+            *(phases[name] for name in StepPhases._fields),
+            sum(phases.values()),
+            sum(phases.values()) - phases["verify"],
+        )
+        for figure in found
+        if (phases := figure["phases_ms"])
+    ]
+    columns = ("row", *(f"{name} ms" for name in StepPhases._fields), "step ms", "not forward ms")
+    return Table("Phases of a step (medians, eager, measured apart)", columns, tuple(rows))
+
+
+def _kv_table(found: Sequence[dict[str, Any]]) -> Table:
+    rows = [
+        (
+            figure["row"],
+            figure["kv_analytic"]["num_context_tokens"],
+            figure["kv_analytic"]["kv_read_bytes_per_step"] / 2**20,
+            figure["kv_analytic"]["kv_read_ratio_vs_per_path"],
+            None if peak is None else peak / 2**20,
+        )
+        for figure in found
+        if figure["kv_analytic"]
+        for peak in [figure["max_memory_allocated"]]
+    ]
+    columns = ("row", "context", "KV read MiB/step", "x less than per path", "GPU peak MiB")
+    return Table("Memory (KV reads are analytic)", columns, tuple(rows))
+
+
+def latency_charts(
+    measured: Sequence[RowResult], found: Sequence[dict[str, Any]], *, lossy: bool
+) -> tuple[Chart, ...]:
+    """Speed by row, tree size and context, the gaps a reader sees, and the phases of a step."""
+    shown = [
+        (row, figure) for row, figure in zip(measured, found, strict=True) if row.has_speed or lossy
+    ]
+    charts: list[Chart] = [
+        BarChart(
+            "Speed",
+            "tokens/s, median over prompts, end to end",
+            ("tokens/s",),
+            {row.name: [figure["median_tokens_per_second"]] for row, figure in shown},
+        ),
+        LineChart(
+            "Gaps between emissions",
+            "ms",
+            "share of gaps up to it",
+            {
+                row.name: cumulative([gap for run in row.all_runs for gap in emission_gaps_ms(run)])
+                for row, _ in shown
+            },
+        ),
+    ]
+    sizes = sorted(
+        (figure["num_nodes"], figure["decode_throughput"])
+        for row, figure in shown
+        if row.is_ours and "(" not in row.name and figure["decode_throughput"]
+    )
+    if len(sizes) > 2:
+        line = {"decode": [(float(nodes), speed) for nodes, speed in sizes]}
+        charts.append(
+            LineChart("Speed against tree size", "nodes", "tokens/s", line, is_log_x=True)
+        )
+    charts += _context_charts(shown)
+    phases = {row.name: figure["phases_ms"] for row, figure in shown if figure["phases_ms"]}
+    if phases:
+        charts.append(
+            BarChart(
+                "Phases of a step",
+                "ms, eager, measured apart",
+                StepPhases._fields,
+                {
+                    name: [known[part] for part in StepPhases._fields]
+                    for name, known in phases.items()
+                },
+            )
+        )
+    return tuple(charts)
+
+
+def _context_charts(shown: Sequence[tuple[RowResult, dict[str, Any]]]) -> list[Chart]:
+    """Speed against the prompt's length, where random prompts of several lengths were asked for."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row, figure in shown:
+        for kind, known in figure["by_kind"].items():
+            length, _, unit = kind.partition(" ")
+            if unit == "tokens" and length.isdecimal() and known["decode_throughput"]:
+                lines.setdefault(row.name, []).append((float(length), known["decode_throughput"]))
+    if not any(len(line) > 1 for line in lines.values()):
+        return []
+    title = "Speed against context"
+    return [LineChart(title, "prompt tokens", "decode tokens/s", lines, is_log_x=True)]
