@@ -32,9 +32,11 @@ def kept_ranks(
     for accepted in steps[:-1]:
         roots_at.append(roots_at[-1] + 1 + accepted)
     at = torch.tensor(roots_at, device=model.device) + len(prompt_ids)
-    drafted = heads.draft(
+    # The root and the tokens behind it, as every head found them; past the end no rank is read.
+    ahead = at[:, None] + torch.arange(heads.config.num_heads, device=model.device)
+    drafted = heads.draft_along(
         hidden[at - 1],
-        tokens[0, at],
+        tokens[0, ahead.clamp(max=tokens.shape[1] - 1)],
         model.get_input_embeddings(),
         model.get_output_embeddings(),
         top_k,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from specdeft.heads.documents import Documents
-from specdeft.heads.features import Features, extract
+from specdeft.heads.features import Features, extract, tokens_before
 from specdeft.heads.medusa import MedusaHeads
 from specdeft.trees.search import ValuedPaths, best_tree
 from specdeft.trees.statistics import accepted_depths, count_ranks
@@ -58,8 +58,10 @@ def head_ranks(
         rows = slice(start, start + batch_rows)
         dtype = heads.block_bias.dtype
         hidden = features.hidden[rows].to(dtype)
-        drafted = heads.draft(hidden, features.root[rows], embed, output, num_ranks)
-        hit = drafted == features.labels[rows, :K].unsqueeze(-1)
+        labels = features.labels[rows, :K]
+        tokens = tokens_before(features.root[rows], labels)
+        drafted = heads.draft_along(hidden, tokens, embed, output, num_ranks)
+        hit = drafted == labels.unsqueeze(-1)
         parts.append(torch.where(hit.any(-1), hit.int().argmax(-1), num_ranks))
     return torch.cat(parts).cpu()
 

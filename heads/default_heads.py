@@ -69,6 +69,7 @@ def candidates(draft_vocab_size: int) -> list[Candidate]:
     base = Shape(num_heads=4, num_layers=2, **reduced)  # type: ignore[arg-type]
     five = replace(base, num_heads=5)
     return [
+        Candidate("4 sequential heads, 2 blocks", replace(base, sequential=True)),
         Candidate("4 heads, 2 blocks", base),
         Candidate("5 heads, 1 block", replace(five, num_layers=1)),
         Candidate("5 heads, 2 blocks, no projection", replace(five, projection=False)),
@@ -278,16 +279,18 @@ class Maker:
         questions = self.questions()
         source, held_out = self.features(*(texts := self.texts()))
         kinds = candidates(self.options.draft_vocab_size)
+        if self.options.only:
+            kinds = [kind for kind in kinds if kind.name == self.options.only]
         each = self.options.compare_share * self.left_s / len(kinds)
         tried = []
-        for number, kind in enumerate(kinds):
+        for number, kind in enumerate(kinds if len(kinds) > 1 else ()):
             made = self.train(
                 kind, source, held_out, self.folder / "work" / str(number), each, epochs=50
             )
             tried.append(made)
             self.record["compared"] = tried
             self.note(f"tried {kind.name}", **_short(made))
-        best = max(range(len(kinds)), key=lambda i: _tau(tried[i]))
+        best = max(range(len(tried)), key=lambda i: _tau(tried[i]), default=0)
         budget = self.left_s - self.options.reserve_s
         made = self.train(kinds[best], source, held_out, self.folder, budget, epochs=200)
         self.record.update(made)
@@ -333,6 +336,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--max-tokens", type=int, default=40_000_000, help="tokens to learn from at most")
     add("--wave-rows", type=int, default=5120)
     add("--long-wave-rows", type=int, default=2048)
+    add("--only", help="train this candidate and compare no others")
     add("--no-capture", action="store_true", help="write texts without CUDA graphs")
     add("--max-answer", type=int, default=256)
     add("--max-passage", type=int, default=700)

@@ -56,6 +56,14 @@ def rows_of(tokens: Tensor, learn: Tensor, lengths: Tensor, num_heads: int) -> t
     return where, values[:, 0], values[:, 1:]
 
 
+def tokens_before(root: Tensor, labels: Tensor) -> Tensor:
+    """int64 [M,K]: the token before each label, from root [M] and labels [M,K].
+
+    Behind an unknown label any token will do, for every label after it is unknown too: 0.
+    """
+    return torch.cat([root[:, None], labels[:, :-1]], dim=1).clamp(min=0)
+
+
 @torch.inference_mode()
 def extract(
     model: Any,

@@ -20,6 +20,7 @@ https://arxiv.org/abs/2502.14856 (a draft vocabulary chosen by frequency).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast, get_args
@@ -27,6 +28,8 @@ from typing import Literal, cast, get_args
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm, silu
+
+from specdeft.trees.draft_plan import DraftLevel
 
 OutputKind = Literal["shared", "own", "reduced"]
 
@@ -45,6 +48,7 @@ class HeadsConfig:
     projection: bool = False
     draft_vocab_size: int | None = None
     base_model: str = ""
+    sequential: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "hidden_size", "vocab_size"):
@@ -52,6 +56,8 @@ class HeadsConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}: give a whole number from 1.")
         if self.num_layers < 0:
             raise ValueError(f"num_layers is {self.num_layers}: give 0 or more residual blocks.")
+        if self.sequential and not self.token_input:
+            raise ValueError("sequential heads read the tokens before them: set token_input too.")
         if self.output not in get_args(OutputKind):
             kinds = ", ".join(get_args(OutputKind))
             raise ValueError(f"output is {self.output!r}: choose one of {kinds}.")
@@ -105,6 +111,8 @@ class MedusaHeads(nn.Module):
     def states(self, hidden: Tensor, root_embedding: Tensor | None) -> Tensor:
         """What each head hands to the output layer: [K,B,H] from hidden [B,H] and, with
         token_input, the embedding [B,H] of the root token."""
+        if self.config.sequential:
+            raise ValueError("Sequential heads need every token before them: use states_along.")
         K, H = self.config.num_heads, self.config.hidden_size
         x = hidden.expand(K, *hidden.shape)
         if self.token_weight is not None:
@@ -116,6 +124,30 @@ class MedusaHeads(nn.Module):
         for weight, bias in zip(self.block_weight, self.block_bias, strict=True):
             x = x + silu(torch.baddbmm(bias.unsqueeze(1), x, weight.mT))
         return x if self.projection is None else torch.bmm(x, self.projection.mT)
+
+    def states_along(self, hidden: Tensor, embeddings: Tensor) -> Tensor:
+        """[K,B,H] as `states`, along a known text: hidden [B,H], embeddings [K,B,H] of the token
+        before each head's guess (the root, then the tokens that heads 0 .. K-2 had to guess).
+        Parallel heads read the root's alone."""
+        if not self.config.sequential:
+            return self.states(hidden, embeddings[0] if self.config.token_input else None)
+        x, states = hidden, []
+        for head, embedding in enumerate(embeddings):
+            x = self._advance(head, x, embedding)
+            states.append(self._projected(head, x))
+        return torch.stack(states)
+
+    def _advance(self, head: int, x: Tensor, embedding: Tensor) -> Tensor:
+        """Sequential: the state [...,H] of a head from that of the head before and its token."""
+        assert self.token_weight is not None
+        token = rms_norm(embedding, (self.config.hidden_size,))
+        x = x + linear(token, self.token_weight[head])
+        for weight, bias in zip(self.block_weight[:, head], self.block_bias[:, head], strict=True):
+            x = x + silu(linear(x, weight, bias))
+        return x
+
+    def _projected(self, head: int, x: Tensor) -> Tensor:
+        return x if self.projection is None else linear(x, self.projection[head])
 
     def output_rows(self, output_layer: nn.Module) -> Tensor:
         """The weight [R,H] or [V,H] the heads' logits are read from, out of the target's layer."""
@@ -160,6 +192,50 @@ class MedusaHeads(nn.Module):
             )
         best = self(hidden, root, embed, output_layer).topk(top_k, dim=-1).indices.transpose(0, 1)
         return best if self.draft_ids is None else self.draft_ids[best]
+
+    @torch.no_grad()
+    def draft_along(
+        self, hidden: Tensor, tokens: Tensor, embed: nn.Module, output_layer: nn.Module, top_k: int
+    ) -> Tensor:
+        """`draft` where the text is known: tokens int64 [B,K] are the root and what heads
+        0 .. K-2 had to guess, so every head guesses behind right tokens."""
+        states = self.states_along(hidden, embed(tokens).transpose(0, 1))
+        best = self.logits(states, output_layer).topk(top_k, dim=-1).indices.transpose(0, 1)
+        return best if self.draft_ids is None else self.draft_ids[best]
+
+    @torch.no_grad()
+    def draft_tree(
+        self,
+        hidden: Tensor,
+        root: Tensor,
+        embed: nn.Module,
+        output_layer: nn.Module,
+        levels: Sequence[DraftLevel],
+    ) -> Tensor:
+        """Tokens int64 [B,N] of a tree's nodes by sequential heads, level by level.
+
+        hidden [B,H] decided root int64 [B]; levels: `trees.draft_plan` of the tree. Every node that
+        has children guesses them behind its own token. No host sync.
+        """
+        num_nodes = 1 + sum(level.child.numel() for level in levels)
+        tokens = root[:, None].expand(-1, num_nodes).clone()
+        x = hidden[:, None]
+        for head, level in enumerate(levels):
+            before = embed(tokens.index_select(1, level.inner))
+            x = self._advance(head, x.index_select(1, level.previous), before)
+            best = self._logits_of(head, self._projected(head, x), output_layer)
+            best = best.topk(level.top_k, dim=-1).indices
+            drafted = best.flatten(1).index_select(1, level.row * level.top_k + level.rank)
+            if self.draft_ids is not None:
+                drafted = self.draft_ids[drafted]
+            tokens.index_copy_(1, level.child, drafted)
+        return tokens
+
+    def _logits_of(self, head: int, states: Tensor, output_layer: nn.Module) -> Tensor:
+        """Logits [B,I,V or R] of one head's states [B,I,H]."""
+        if self.output_weight is not None:
+            return linear(states, self.output_weight[head])
+        return self.logits(states, output_layer)
 
     def save(self, folder: str | Path) -> None:
         """Write `model.safetensors` and `config.json` (see heads/checkpoint.py)."""

@@ -44,6 +44,7 @@ class Shape:
     output: str = "shared"
     token_input: bool = True
     projection: bool = True
+    sequential: bool = False
     draft_vocab_size: int | None = None
 
 
@@ -140,12 +141,12 @@ def run(options: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
     documents = _documents(options, target)
     training, held_out = documents.split(options.held_out, options.seed)
     shape = Shape(
-        options.num_heads,
-        options.num_layers,
-        options.heads_output,
-        not options.no_token_input,
-        not options.no_projection,
-        options.draft_vocab_size if options.heads_output == "reduced" else None,
+        num_heads=options.num_heads,
+        num_layers=options.num_layers,
+        output=options.heads_output,
+        token_input=not options.no_token_input,
+        projection=not options.no_projection,
+        draft_vocab_size=options.draft_vocab_size if options.heads_output == "reduced" else None,
     )
     config = TrainConfig(
         loss=options.loss,

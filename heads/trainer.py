@@ -27,7 +27,7 @@ from specdeft.heads.calibration import (
 )
 from specdeft.heads.checkpoint import write_atomic
 from specdeft.heads.documents import Documents
-from specdeft.heads.features import IGNORED, Features, extract
+from specdeft.heads.features import IGNORED, Features, extract, tokens_before
 from specdeft.heads.loss import HeadLosses, frozen_output_loss, head_weights, own_output_loss
 from specdeft.heads.medusa import MedusaHeads
 
@@ -159,10 +159,9 @@ def batch_loss(
     K = heads.config.num_heads
     output = model.get_output_embeddings()
     labels = features.labels[index, :K]
-    embedding = None
-    if heads.config.token_input:
-        embedding = model.get_input_embeddings()(features.root[index]).detach()
-    states = heads.states(features.hidden[index], embedding)
+    tokens = tokens_before(features.root[index], labels)
+    embeddings = model.get_input_embeddings()(tokens.T).detach()
+    states = heads.states_along(features.hidden[index], embeddings)
     weights = head_weights(K, config.head_decay, labels.device)
     if heads.config.output == "own":
         return own_output_loss(heads.logits(states, output), labels, weights)

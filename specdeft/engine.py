@@ -144,6 +144,10 @@ class Engine:
         if tree.num_nodes == 1 or self.heads is None:
             return batch.root[:, None]
         target = self.target
+        if getattr(self.heads.config, "sequential", False):
+            return self.heads.draft_tree(
+                batch.hidden, batch.root, target.embedding, target.output_layer, tree.draft_levels
+            )
         drafted = self.heads.draft(
             batch.hidden, batch.root, target.embedding, target.output_layer, tree.tree.top_k
         )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specdeft.trees.draft_plan import DraftLevel, draft_plan
 from specdeft.trees.token_tree import TokenTree
 
 
@@ -22,6 +23,7 @@ class TreeTensors:
         draft_index: [N - 1] int64, where each drafted node's token stands in the flat
             [K * top_k] list of draft tokens.
         levels: [E] int64, 0 .. E - 1.
+        draft_levels: in which order sequential heads fill the tree.
     """
 
     tree: TokenTree
@@ -32,6 +34,7 @@ class TreeTensors:
     path_nodes: Tensor
     draft_index: Tensor
     levels: Tensor
+    draft_levels: tuple[DraftLevel, ...]
 
     @classmethod
     def build(cls, tree: TokenTree, device: torch.device) -> "TreeTensors":
@@ -48,6 +51,7 @@ class TreeTensors:
             path_nodes=tree.path_nodes().to(device),
             draft_index=((depths - 1) * max(tree.top_k, 1) + ranks)[1:].to(device),
             levels=torch.arange(tree.max_depth + 1, device=device),
+            draft_levels=draft_plan(tree, device),
         )
 
     @property

@@ -100,10 +100,16 @@ def test_plain_greedy_equals_transformers_generate(family: str, length: int) -> 
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_real_heads_of_random_weights(settings: dict[str, float]) -> None:
+@pytest.mark.parametrize("sequential", [False, True])
+def test_real_heads_of_random_weights(settings: dict[str, float], sequential: bool) -> None:
     model = tiny_model("llama")
     config = HeadsConfig(
-        num_heads=4, num_layers=1, hidden_size=64, vocab_size=VOCAB_SIZE, token_input=True
+        num_heads=4,
+        num_layers=1,
+        hidden_size=64,
+        vocab_size=VOCAB_SIZE,
+        token_input=True,
+        sequential=sequential,
     )
     heads = MedusaHeads(config)
     for parameter in heads.parameters():
