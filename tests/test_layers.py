@@ -247,7 +247,8 @@ def test_every_test_module_has_a_test():
 
 def test_test_files_have_names_of_their_own():
     counts = Counter(path.name for path in (ROOT / "tests").rglob("*.py"))
-    assert [name for name, count in counts.items() if count > 1] == []
+    shared = {name for name, count in counts.items() if count > 1}
+    assert shared <= {"conftest.py"}  # the one name that pytest itself gives to several
     assert list((ROOT / "tests").rglob("__init__.py")) == []
 
 
