@@ -27,9 +27,10 @@ from specdeft.graphs import context_bucket
 _WARM_UP_TOKENS = 16
 _PHASE_TOKENS = 32
 # A prompt of the same length that was never seen may not take this many times as long to its first
-# token as a repeated one; the quickest of several counts, so that a busy machine is not blamed.
+# token as a repeated one; the quickest of several is taken on both sides, so that a busy machine is
+# not blamed.
 _REUSE_RATIO = 2.0
-_NUM_UNSEEN = 3
+_NUM_UNSEEN = 4
 _UNSEEN_TOKENS = 8
 Judge = Callable[[Sequence[int], tuple[int, ...], tuple[int, ...]], Verdict]
 
@@ -243,21 +244,21 @@ def check_reuse(
     folder: RunFolder,
 ) -> None:
     """Whether the first prompt's time to the first token was earned anew in every repetition."""
-    seen = known_values(ttft_ms, result.runs[0])
-    if not seen:
-        return
     key = f"unseen|{row.name}"
     known = folder.get(key)
     if known is None:
-        runs = [
-            row.run([*ids[turn:], *ids[:turn]], _short(config, _UNSEEN_TOKENS))
-            for turn in range(1, 1 + _NUM_UNSEEN)
-        ]
-        known = {"ttft_ms": known_values(ttft_ms, runs)}
+        known = {"seen": [], "unseen": []}
+        for turn in range(1, 1 + _NUM_UNSEEN):
+            # One after the other, so that a slow moment of the machine falls on both.
+            first = ids[0] - turn if ids[0] >= turn else ids[0] + turn
+            pair = {"seen": list(ids), "unseen": [first, *ids[1:]]}
+            for which, prompt in pair.items():
+                run = row.run(prompt, _short(config, _UNSEEN_TOKENS))
+                known[which] += known_values(ttft_ms, [run])
         folder.put(key, known)
-    if not known["ttft_ms"]:
+    if not known["seen"] or not known["unseen"]:
         return
-    ratio = min(known["ttft_ms"]) / statistics.median(seen)
+    ratio = min(known["unseen"]) / min(known["seen"])
     if ratio > _REUSE_RATIO:
         result.problems.append(
             f"a prompt not seen before takes {ratio:.1f} times as long to its first token: "

@@ -39,7 +39,7 @@ def figures(
         "row": result.name,
         "num_nodes": max(run.num_nodes for run in runs),
         "has_speed": result.has_speed,
-        "lossy": not result.has_speed,
+        "lossy": lossy and not result.has_speed,
         "identical_prompts": result.num_identical,
         "passed_prompts": result.num_passed,
         "num_prompts": len(result.verdicts),
