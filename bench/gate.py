@@ -7,9 +7,11 @@ tie (`specdeft.identity`); where two texts part is given with its margin in unit
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from specdeft.config import GenerationConfig
 from specdeft.engine import Engine
-from specdeft.identity import compare, distance_from_choice_ulp
+from specdeft.identity import NEAR_TIE_ULP, distance_from_choice_ulp
 
 
 @dataclass(frozen=True)
@@ -20,8 +22,8 @@ class Verdict:
         identical: the ids are equal.
         passed: the row may claim its speed.
         first_difference: index of the first id that differs; None where they are equal.
-        margin_ulp: how far the row's token there lies below the target's choice; None where the
-            row's text only ends earlier.
+        margin_ulp: how far apart the target's scores of the two tokens lie there; None where one
+            text only ends earlier.
         num_far: tokens of the row further than a near tie from the target's choice.
         worst_ulp: the furthest.
     """
@@ -38,9 +40,9 @@ class Verdict:
         if self.identical:
             return "identical"
         margin = (
-            "where it ends"
+            "where one ends"
             if self.margin_ulp is None
-            else f"{self.margin_ulp:.1f} ulp below the target's choice"
+            else f"the two tokens {self.margin_ulp:.1f} ulp apart"
         )
         return (
             f"token {self.first_difference} of {num_tokens} differs, {margin}; {self.num_far} "
@@ -59,18 +61,34 @@ def judge(
     if token_ids == plain_ids:
         return Verdict(identical=True, passed=True)
     prompt = tuple(prompt_ids)
-    report = compare(engine, prompt, token_ids, plain_ids, config)
-    first = report.first_difference
-    assert first is not None
-    margin = None
-    if first < len(token_ids):
-        upto = token_ids[: first + 1]
-        margin = float(distance_from_choice_ulp(engine, prompt, upto, config)[-1])
+    pairs = enumerate(zip(token_ids, plain_ids, strict=False))
+    shorter = min(len(token_ids), len(plain_ids))
+    first = next((index for index, (mine, its) in pairs if mine != its), shorter)
+    distance = distance_from_choice_ulp(engine, prompt, token_ids, config)
+    num_far = int((distance > NEAR_TIE_ULP).sum())
     return Verdict(
         identical=False,
-        passed=report.passed and report.dtype != "float32",
+        passed=num_far == 0 and engine.target.dtype != torch.float32,
         first_difference=first,
-        margin_ulp=margin,
-        num_far=report.num_tokens - report.num_exact - report.num_near_ties,
-        worst_ulp=report.worst_ulp,
+        margin_ulp=_margin_ulp(engine, prompt, token_ids, plain_ids, first, config),
+        num_far=num_far,
+        worst_ulp=float(distance.max()) if len(distance) else 0.0,
     )
+
+
+def _margin_ulp(
+    engine: Engine,
+    prompt: tuple[int, ...],
+    token_ids: tuple[int, ...],
+    plain_ids: tuple[int, ...],
+    index: int,
+    config: GenerationConfig,
+) -> float | None:
+    """Between the two tokens at ``index``, after the same text and in forwards of one shape."""
+    if index >= min(len(token_ids), len(plain_ids)):
+        return None
+    mine, its = (
+        float(distance_from_choice_ulp(engine, prompt, ids[: index + 1], config)[-1])
+        for ids in (token_ids, plain_ids)
+    )
+    return abs(mine - its)
