@@ -1,11 +1,12 @@
 """`specdeft bench COMMAND`: each command is imported when it is run."""
 
 import argparse
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
-from specdeft.bench.report import FORMATS, Finished
+from specdeft.bench.report import FORMATS, Finished, as_text
 
 COMMANDS = {
     "identity": "is the text that of plain decoding, token for token",
@@ -40,6 +41,13 @@ def main(arguments: Sequence[str]) -> int:
     known, _rest = parser.parse_known_args(list(arguments[:1]))
     run: Command = import_module(f"specdeft.bench.{known.command}").main
     finished = run(arguments[1:])
-    sys.stdout.write(FORMATS[finished.output](finished.report))
+    sys.stdout.write(_rendered(finished))
     sys.stdout.flush()
     return finished.exit_code
+
+
+def _rendered(finished: Finished) -> str:
+    """On a terminal a table is fitted to its width; in a pipe it is as wide as it is."""
+    if finished.output == "table" and sys.stdout.isatty():
+        return as_text(finished.report, shutil.get_terminal_size().columns)
+    return FORMATS[finished.output](finished.report)

@@ -55,10 +55,15 @@ class Finished(NamedTuple):
     exit_code: int = 0
 
 
-def as_text(report: Report) -> str:
-    """Plain text with aligned columns."""
+def as_text(report: Report, width: int | None = None) -> str:
+    """Plain text with aligned columns.
+
+    Args:
+        report: what to show.
+        width: columns of the terminal; a wider table is turned on its side if that helps.
+    """
     parts = ["\n".join([report.title, *(f"  {note}" for note in report.notes)])]
-    parts += [_text_table(table) for table in report.tables]
+    parts += [_text_table(table, width) for table in report.tables]
     if report.remarks:
         parts.append("\n".join(report.remarks))
     return "\n\n".join(parts) + "\n"
@@ -122,19 +127,39 @@ def is_right(table: Table, column: int) -> bool:
     return bool(cells) and all(isinstance(cell, int | float) for cell in cells)
 
 
-def _text_table(table: Table) -> str:
-    lines = [list(table.columns), *([show(cell) for cell in row] for row in table.rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(table.columns))]
-    right = [is_right(table, column) for column in range(len(table.columns))]
-    lines.insert(1, ["-" * width for width in widths])
-    text = [
+def _text_table(table: Table, width: int | None) -> str:
+    upright = _aligned(
+        _cells(table),
+        [is_right(table, column) for column in range(len(table.columns))],
+    )
+    if width is not None and _width(upright) > width:
+        turned = [list(line) for line in zip(*_cells(table), strict=True)]
+        sideways = _aligned(turned, [False] + [True] * len(table.rows))
+        if _width(sideways) < _width(upright):
+            upright = sideways
+    return "\n".join([table.title, *upright])
+
+
+def _cells(table: Table) -> list[list[str]]:
+    """The column names, then every row, as shown."""
+    return [list(table.columns), *([show(cell) for cell in row] for row in table.rows)]
+
+
+def _aligned(lines: list[list[str]], right: Sequence[bool]) -> list[str]:
+    """Lines of equal columns, a rule below the first."""
+    widths = [max(len(line[column]) for line in lines) for column in range(len(right))]
+    ruled = [lines[0], ["-" * width for width in widths], *lines[1:]]
+    return [
         "  ".join(
-            cell.rjust(width) if is_right else cell.ljust(width)
-            for cell, width, is_right in zip(line, widths, right, strict=True)
+            cell.rjust(width) if is_number else cell.ljust(width)
+            for cell, width, is_number in zip(line, widths, right, strict=True)
         ).rstrip()
-        for line in lines
+        for line in ruled
     ]
-    return "\n".join([table.title, *text])
+
+
+def _width(lines: Sequence[str]) -> int:
+    return max(map(len, lines))
 
 
 def _markdown_table(table: Table) -> str:

@@ -11,7 +11,7 @@ import pytest
 from specdeft.bench import cli as bench_cli
 from specdeft.bench.baselines import BASELINES
 from specdeft.bench.metrics import acceptance
-from specdeft.bench.report import FORMATS, Report, Table
+from specdeft.bench.report import FORMATS, Report, Table, as_text
 from specdeft.bench.run_folder import RunFolder
 
 TABLE = Table("Speed", ("row", "ms", "note"), (("plain", 12.3456, None), ("a|b", 7, "x")))
@@ -30,6 +30,19 @@ def test_text_aligns_numbers_right():
         "a|b        7  x",
     ]
     assert lines[-1] == "a remark"
+
+
+def test_a_table_too_wide_for_the_terminal_is_turned_on_its_side():
+    wide = Table("Wide", ("row", "first figure", "second figure"), (("a", 1.5, 20), ("b", 2.5, 3)))
+    report = Report("T", (), (wide,))
+    assert as_text(report, 40) == as_text(report)
+    lines = as_text(report, 30).splitlines()
+    assert lines[lines.index("Wide") + 1 :] == [
+        "row               a     b",
+        "-------------  ----  ----",
+        "first figure   1.50  2.50",
+        "second figure    20     3",
+    ]
 
 
 def test_markdown_escapes_bars():
