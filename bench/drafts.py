@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from specdeft.heads.medusa import MedusaHeads
+from specdeft.trees.draft_plan import draft_plan
 from specdeft.trees.token_tree import TokenTree
 
 
@@ -38,6 +39,7 @@ class PlannedHeads(nn.Module):
         self.config: Any = SimpleNamespace(num_heads=max(tree.max_depth, 1), num_logits=vocab_size)
         self._real = real
         self._vocab_size = vocab_size
+        self._levels = draft_plan(tree, device)
         # The path that the right tokens are put on: the first of the deepest ones.
         last = tree.depths.index(tree.max_depth)
         self._path = torch.tensor(tree.paths[last], dtype=torch.int64, device=device)
@@ -67,7 +69,9 @@ class PlannedHeads(nn.Module):
         self, hidden: Tensor, root: Tensor, embed: nn.Module, output_layer: nn.Module, top_k: int
     ) -> Tensor:
         """Token ids [1, K, top_k] int64, as `MedusaHeads.draft`."""
-        if self._real is not None:
+        if self._real is not None and self._real.config.sequential:
+            self._real.draft_tree(hidden, root, embed, output_layer, self._levels)
+        elif self._real is not None:
             self._real.draft(hidden, root, embed, output_layer, top_k)
         # Indexing with a tensor of no dimension would read it on the host.
         length = self._lengths.index_select(0, (self._step % self._num_lengths)[None])[0]

@@ -5,9 +5,10 @@ GPU the device is waited for at every border. A step lasts from its start to the
 phases add up to it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,59 +60,50 @@ class _Watch:
         ]
 
 
-class _WatchedTarget:
-    """The target, its forwards timed while a step runs."""
+@contextmanager
+def _watched(watch: _Watch) -> Iterator[None]:
+    """Time the parts of every step that runs inside, whichever decoder runs it; not nested."""
+    step, draft, forward = Engine.step, Engine._draft, TargetModel.forward
 
-    def __init__(self, target: TargetModel, watch: _Watch) -> None:
-        self._target = target
-        self._watch = watch
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._target, name)
-
-    def forward(self, *arguments: Any, **settings: Any) -> TargetOutput:
-        began = self._watch.read()
-        output = self._target.forward(*arguments, **settings)
-        if self._watch.is_in_step:
-            self._watch.verify.append(self._watch.read() - began)
-        return output
-
-
-@dataclass(frozen=True)
-class _WatchedEngine(Engine):
-    """The engine with a watch."""
-
-    watch: _Watch
-
-    def step(self, *arguments: Any, **settings: Any) -> None:
-        watch = self.watch
+    def timed_step(*arguments: Any, **settings: Any) -> None:
         watch.starts.append(watch.read())
         watch.is_in_step = True
-        super().step(*arguments, **settings)
+        step(*arguments, **settings)
         watch.is_in_step = False
         watch.ends.append(watch.read())
 
-    def _draft(self, *arguments: Any) -> Tensor:
-        began = self.watch.read()
-        tokens = super()._draft(*arguments)
-        self.watch.draft.append(self.watch.read() - began)
+    def timed_draft(*arguments: Any) -> Tensor:
+        began = watch.read()
+        tokens = draft(*arguments)
+        watch.draft.append(watch.read() - began)
         return tokens
 
+    def timed_forward(*arguments: Any, **settings: Any) -> TargetOutput:
+        began = watch.read()
+        output = forward(*arguments, **settings)
+        if watch.is_in_step:  # and not a prompt's
+            watch.verify.append(watch.read() - began)
+        return output
 
-class _WatchedDecoder(SpecDecoder):
-    """The decoder on a watched engine."""
-
-    def watch(self, watch: _Watch) -> None:
-        engine = self._engine
-        target = cast(TargetModel, _WatchedTarget(engine.target, watch))
-        self._engine = _WatchedEngine(target, engine.heads, engine.kernels, watch)
+    timed = ((Engine, "step", timed_step), (Engine, "_draft", timed_draft))
+    for owner, name, function in (*timed, (TargetModel, "forward", timed_forward)):
+        setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        for owner, name, original in (
+            (Engine, "step", step),
+            (Engine, "_draft", draft),
+            (TargetModel, "forward", forward),
+        ):
+            setattr(owner, name, original)
 
 
 def measure_phases(
     bench: Workbench, tree: str, prompt_ids: Sequence[int], config: GenerationConfig
 ) -> list[StepPhases]:
     """Phases of every step of one generation but the last; empty where there is at most one."""
-    decoder = _WatchedDecoder(
+    decoder = SpecDecoder(
         bench.model,
         bench.tokenizer,
         bench.heads,
@@ -120,8 +112,7 @@ def measure_phases(
         cuda_graphs=False,
         clock=bench.clock,
     )
-    tree_tensors = decoder.tree  # "auto" is resolved before anything is timed
-    assert tree_tensors.num_nodes >= 1
+    # Warm, and "auto" resolved, before anything is timed.
     decoder.generate(list(prompt_ids), config=GenerationConfig(max_new_tokens=4))
     is_cuda = decoder.device.type == "cuda"
 
@@ -131,6 +122,6 @@ def measure_phases(
         return bench.clock()
 
     watch = _Watch(read)
-    decoder.watch(watch)
-    decoder.generate(list(prompt_ids), config=config)
+    with _watched(watch):
+        decoder.generate(list(prompt_ids), config=config)
     return watch.phases()

@@ -22,9 +22,11 @@ from specdeft.heads.medusa import HeadsConfig, MedusaHeads
 from tests.core.tiny import EOS_ID, VOCAB_SIZE, ByteTokenizer, hf_greedy, prompt_ids, tiny_model
 
 
-def tiny_bench(dtype: torch.dtype = torch.float32) -> Workbench:
+def tiny_bench(dtype: torch.dtype = torch.float32, **heads_fields: Any) -> Workbench:
     torch.manual_seed(0)
-    config = HeadsConfig(num_heads=4, num_layers=1, hidden_size=64, vocab_size=VOCAB_SIZE)
+    config = HeadsConfig(
+        num_heads=4, num_layers=1, hidden_size=64, vocab_size=VOCAB_SIZE, **heads_fields
+    )
     heads = MedusaHeads(config).to(dtype)
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
@@ -295,8 +297,9 @@ def test_the_gate_in_sixteen_bits_lets_near_ties_pass_and_nothing_else():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_planned_drafts_accept_as_planned_and_change_nothing(temperature):
-    bench = tiny_bench()
+@pytest.mark.parametrize("fields", [{}, {"sequential": True, "token_input": True}])
+def test_planned_drafts_accept_as_planned_and_change_nothing(temperature, fields):
+    bench = tiny_bench(**fields)
     config = GenerationConfig(max_new_tokens=31, ignore_eos=True, temperature=temperature)
     plain = DecoderRow("plain", bench)
     text = plain.run(prompt_ids(7), config).token_ids

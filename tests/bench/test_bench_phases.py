@@ -32,8 +32,9 @@ def test_phases_add_up_to_the_step():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_ranks_found_again_are_paths_of_the_tree(temperature):
-    bench = tiny_bench()
+@pytest.mark.parametrize("fields", [{}, {"sequential": True, "token_input": True}])
+def test_ranks_found_again_are_paths_of_the_tree(temperature, fields):
+    bench = tiny_bench(**fields)
     paths = set(named_tree("deft-64").paths)
     row = DecoderRow("deft-64", bench)
     found = []
