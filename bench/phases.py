@@ -85,17 +85,18 @@ def _watched(watch: _Watch) -> Iterator[None]:
             watch.verify.append(watch.read() - began)
         return output
 
-    timed = ((Engine, "step", timed_step), (Engine, "_draft", timed_draft))
-    for owner, name, function in (*timed, (TargetModel, "forward", timed_forward)):
-        setattr(owner, name, function)
+    originals = {
+        "step": (Engine, step),
+        "_draft": (Engine, draft),
+        "forward": (TargetModel, forward),
+    }
+    timed = {"step": timed_step, "_draft": timed_draft, "forward": timed_forward}
+    for name, (owner, _) in originals.items():
+        setattr(owner, name, timed[name])
     try:
         yield
     finally:
-        for owner, name, original in (
-            (Engine, "step", step),
-            (Engine, "_draft", draft),
-            (TargetModel, "forward", forward),
-        ):
+        for name, (owner, original) in originals.items():
             setattr(owner, name, original)
 
 

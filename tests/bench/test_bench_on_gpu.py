@@ -1,0 +1,38 @@
+"""The harness on the accelerator: graphs, planned drafts inside them, memory, phases."""
+
+import json
+
+import pytest
+
+from specdeft.bench import cli
+
+pytestmark = pytest.mark.gpu
+MODEL = ["--model", "random:llama-tiny", "--heads", "random", "--device", "cuda"]
+WORK = ["--trees", "deft-32", "--input-len", "6,900", "--output-len", "41", "--lossy"]
+
+
+def test_latency_with_planned_drafts(capsys, tmp_path):
+    lengths = tmp_path / "lengths.json"
+    lengths.write_text('{"accept_lengths": [[3, 1], [5]]}')
+    arguments = ["latency", *MODEL, *WORK, "--dtype", "float32", "-r", "2", "--output", "json"]
+    arguments += ["--baselines", "transformers,oracle,random,replay", "--replay", str(lengths)]
+    cli.main(arguments)
+    rows = {row["row"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    replayed = rows["replay(deft-32)"]["by_kind"]
+    assert replayed["6 tokens"]["mean_acceptance_length"] == pytest.approx(2.0)
+    assert replayed["900 tokens"]["mean_acceptance_length"] == pytest.approx(5.0)
+    assert rows["oracle(deft-32)"]["mean_acceptance_length"] == pytest.approx(5.0)
+    assert rows["random(deft-32)"]["mean_acceptance_length"] == pytest.approx(1.0)
+    for row in rows.values():
+        assert row["max_memory_allocated"] > 0
+        assert row["ttft_ms"]["median"] > 0
+    assert min(rows["deft-32"]["phases_ms"].values()) > 0
+
+
+def test_acceptance(capsys):
+    arguments = ["acceptance", *MODEL, "--trees", "deft-32", "--input-len", "30"]
+    arguments += ["--output-len", "60", "--dtype", "bfloat16", "--output", "json"]
+    assert cli.main(arguments) == 0
+    for row in json.loads(capsys.readouterr().out)["rows"]:
+        assert row["num_output_tokens"] == 60
+        assert row["mean_acceptance_length"] >= 1.0
