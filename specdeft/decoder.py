@@ -1,39 +1,30 @@
 """SpecDecoder: a stock model, its draft heads and a token tree behind `generate` and `stream`."""
 
-import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import Any, cast, overload
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdeft.attention import KernelChoice
-from specdeft.batch import Batch
 from specdeft.config import GenerationConfig
 from specdeft.custom_generate import generate_rows
 from specdeft.engine import Engine
-from specdeft.generation import Generation, RunState
+from specdeft.generation import Generation
 from specdeft.heads.medusa import MedusaHeads
 from specdeft.identity import IdentityReport, compare
-from specdeft.kv_tree import KVTree
 from specdeft.loading import load_heads, load_target
 from specdeft.model import TargetModel
 from specdeft.prompt import Prompt, encode_prompt
 from specdeft.result import GenerationResult
-from specdeft.sampling import Sampler
-from specdeft.stepping import EagerStepper
+from specdeft.run_state import RunStates
+from specdeft.stream import Stream, Turn
 from specdeft.text import TextAssembler
 from specdeft.tree_choice import TreeChoice, TreeRequest
 from specdeft.trees.search import ValuedPaths
 from specdeft.trees.token_tree import TokenTree
-
-if TYPE_CHECKING:
-    from specdeft.graphs import StepGraphs
-
-MIN_GRAPH_CAPACITY_TOKENS = 4096  # a larger request later means capturing again
 
 
 class SpecDecoder:
@@ -79,19 +70,22 @@ class SpecDecoder:
         self.model = model
         self.tokenizer = tokenizer
         self.heads = heads
-        self._engine = Engine(target, heads, kernels or KernelChoice.for_device(target.device))
-        self._clock = clock
-        self._tree_values = tree_values
-        self._cache: KVTree | None = None
-        self._graphs: StepGraphs | None = None
-        self._uses_graphs = self.device.type == "cuda" if cuda_graphs is None else cuda_graphs
-        if self._uses_graphs and self.device.type != "cuda":
+        on_cuda = target.device.type == "cuda"
+        if cuda_graphs and not on_cuda:
             raise ValueError("cuda_graphs=True needs a model on CUDA: leave it out on the CPU")
         if compile:
             target.compile()
+        self._engine = Engine(
+            target,
+            heads,
+            kernels or KernelChoice.for_device(target.device),
+            on_cuda if cuda_graphs is None else cuda_graphs,
+        )
+        self._clock = clock
+        self._tree_values = tree_values
         self._choice = self._choose(tree)
-        self._lock = threading.Lock()
-        self._running: tuple[Stream, int] | None = None  # and the thread that started it
+        self._states = RunStates(self._engine)
+        self._turn = Turn()
 
     @classmethod
     def from_pretrained(
@@ -154,10 +148,8 @@ class SpecDecoder:
             RuntimeError: this decoder is generating in another thread.
         """
         if _is_batch(prompt):
-            return [
-                self._exhaust(self.stream(one, **settings)) for one in cast(list[Prompt], prompt)
-            ]
-        return self._exhaust(self.stream(cast(Prompt, prompt), **settings))
+            return [self.stream(one, **settings).exhaust() for one in cast(list[Prompt], prompt)]
+        return self.stream(cast(Prompt, prompt), **settings).exhaust()
 
     def stream(
         self,
@@ -167,7 +159,7 @@ class SpecDecoder:
         tree: TreeRequest | None = None,
         raw: bool = False,
         **fields: Any,
-    ) -> "Stream":
+    ) -> Stream:
         """Generate piece by piece: iterate for text, then read ``.result``.
 
         Arguments and errors as for `generate`; they are checked here, before the first piece.
@@ -181,7 +173,7 @@ class SpecDecoder:
         self._check_ids(prompt_ids)
         budget = config.token_budget(len(prompt_ids), self._engine.target.max_context)
         choice = self._choice if tree is None else self._choose(tree)
-        return Stream(self, prompt_ids, budget, config, choice)
+        return Stream(self._turn, lambda: self._start(prompt_ids, budget, config, choice))
 
     def __call__(
         self,
@@ -213,7 +205,7 @@ class SpecDecoder:
 
     def plain(self, prompt: Prompt, **settings: Any) -> GenerationResult:
         """`generate` with the one-node tree: plain decoding by the same engine, the baseline."""
-        return self._exhaust(self.stream(prompt, **{**settings, "tree": TokenTree.chain(0)}))
+        return self.stream(prompt, **{**settings, "tree": TokenTree.chain(0)}).exhaust()
 
     @property
     def device(self) -> torch.device:
@@ -263,32 +255,20 @@ class SpecDecoder:
     def _choose(self, tree: TreeRequest) -> TreeChoice:
         return TreeChoice(self._engine, tree, self._tree_values, self._clock)
 
-    def _exhaust(self, stream: "Stream") -> GenerationResult:
-        for _piece in stream:
-            pass
-        assert stream.result is not None
-        return stream.result
-
-    @contextmanager
-    def _exclusive(self, stream: "Stream") -> Iterator[None]:
-        """One generation at a time: the cache is one. Refuses another thread, never mixes."""
-        thread = threading.get_ident()
-        with self._lock:
-            running = self._running
-            if running is not None and running[1] != thread:
-                raise RuntimeError(
-                    "this decoder is generating in another thread: wait for it, or use one "
-                    "decoder per thread"
-                )
-            self._running = (stream, thread)
-        if running is not None:
-            running[0].supersede()
-        try:
-            yield
-        finally:
-            with self._lock:
-                if self._running is not None and self._running[0] is stream:
-                    self._running = None
+    def _start(
+        self, prompt_ids: list[int], budget: int, config: GenerationConfig, choice: TreeChoice
+    ) -> Generation:
+        engine = self._engine
+        return Generation(
+            engine,
+            prompt_ids,
+            budget,
+            self._states.fresh(len(prompt_ids) + budget, config, choice.tree),
+            trees=choice.whole if engine.cuda_graphs else choice.for_budget,
+            eos_ids=frozenset() if config.ignore_eos else self._eos_ids(),
+            text=TextAssembler(self.tokenizer, config.stop),
+            clock=self._clock,
+        )
 
     def _check_ids(self, prompt_ids: Sequence[int]) -> None:
         vocab_size = self._engine.target.vocab_size
@@ -299,48 +279,6 @@ class SpecDecoder:
                 "encoded by another model's tokenizer?"
             )
 
-    def _run_state(self, num_tokens: int, config: GenerationConfig, choice: TreeChoice) -> RunState:
-        """A fresh sequence with room for ``num_tokens`` and a tree, and its step's tensors."""
-        if self._uses_graphs:
-            return self._graph_state(num_tokens, config, choice.tree)
-        engine, tree = self._engine, choice.tree
-        capacity = num_tokens + tree.num_nodes
-        cache = self._cache_for(capacity)
-        sequence = _only_sequence(cache, capacity)
-        batch = Batch.empty(engine.target, cache, (sequence,), tree.max_depth + 1)
-        sampler = Sampler.build(config, (0,), engine.target.device)
-        return RunState(cache, batch, sampler, EagerStepper(engine, cache, batch, sampler))
-
-    def _graph_state(self, num_tokens: int, config: GenerationConfig, tree: TokenTree) -> RunState:
-        """The same on the tensors that the graphs were captured on, made larger when needed."""
-        from specdeft.graphs import GraphStepper, StepGraphs
-
-        # Two steps can be in flight when the last token kept is read.
-        needed = num_tokens + tree.num_nodes + 2 * (tree.max_depth + 1)
-        num_levels = tree.max_depth + 1
-        graphs = self._graphs
-        if graphs is None or not graphs.fits(needed, num_levels):
-            self._graphs = graphs = None  # free the old pool first
-            cache = self._cache_for(max(needed, MIN_GRAPH_CAPACITY_TOKENS))
-            sequence = _only_sequence(cache, cache.num_pages * cache.page_size)
-            batch = Batch.empty(self._engine.target, cache, (sequence,), max(num_levels, 8))
-            sampler = Sampler.build(config, (0,), self.device)
-            self._graphs = graphs = StepGraphs(self._engine, cache, batch, sampler)
-        cache = graphs.cache
-        sequence = _only_sequence(cache, cache.num_pages * cache.page_size)
-        graphs.batch.restart(cache, (sequence,))
-        graphs.sampler.restart(config, (0,))
-        return RunState(cache, graphs.batch, graphs.sampler, GraphStepper(graphs))
-
-    def _cache_for(self, num_tokens: int) -> KVTree:
-        """A cache that holds ``num_tokens``; kept between generations, made larger when needed."""
-        cache = self._cache
-        if cache is None or cache.num_pages * cache.page_size < num_tokens:
-            self._cache = None  # free the old one first
-            self._cache = self._engine.new_cache(-(-num_tokens // 256) * 256)
-        assert self._cache is not None
-        return self._cache
-
     def _eos_ids(self) -> frozenset[int]:
         """Every id that ends a text: the generation config's and the tokenizer's."""
         configured = self.model.generation_config.eos_token_id
@@ -348,82 +286,6 @@ class SpecDecoder:
         return frozenset(
             int(token) for token in [*listed, self.tokenizer.eos_token_id] if token is not None
         )
-
-
-class Stream:
-    """The pieces of one generation; holds its decoder until exhausted, closed or superseded.
-
-    A stream that was left half-way (an error in its consumer, Ctrl-C) need not be closed: the next
-    generation started by the same thread ends it. Another thread is refused meanwhile.
-    """
-
-    def __init__(
-        self,
-        decoder: SpecDecoder,
-        prompt_ids: list[int],
-        budget: int,
-        config: GenerationConfig,
-        choice: TreeChoice,
-    ) -> None:
-        self._decoder = decoder
-        self._prompt_ids = prompt_ids
-        self._budget = budget
-        self._config = config
-        self._choice = choice
-        self._generation: Generation | None = None
-        self._superseded = False
-        self._pieces = self._run()
-
-    @property
-    def result(self) -> GenerationResult | None:
-        """The outcome; None until the stream is exhausted."""
-        return self._generation.result if self._generation else None
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        if self._superseded:
-            raise RuntimeError(
-                "this stream was ended by a later generation of its decoder: finish one stream "
-                "before the next, or use two decoders"
-            )
-        return next(self._pieces)
-
-    def close(self) -> None:
-        """End early: the cache is released and the decoder is free again."""
-        self._pieces.close()
-
-    def supersede(self) -> None:
-        """Close, and refuse to go on."""
-        self._superseded = True
-        self.close()
-
-    def _run(self) -> Generator[str, None, None]:
-        with self._decoder._exclusive(self):
-            self._generation = self._start()
-            yield from self._generation
-
-    def _start(self) -> Generation:
-        decoder, config = self._decoder, self._config
-        return Generation(
-            decoder._engine,
-            self._prompt_ids,
-            self._budget,
-            decoder._run_state(len(self._prompt_ids) + self._budget, config, self._choice),
-            trees=self._choice.whole if decoder._uses_graphs else self._choice.for_budget,
-            eos_ids=frozenset() if config.ignore_eos else decoder._eos_ids(),
-            text=TextAssembler(decoder.tokenizer, config.stop),
-            clock=decoder._clock,
-        )
-
-
-def _only_sequence(cache: KVTree, num_tokens: int) -> int:
-    """Empty the cache and open one sequence with room for ``num_tokens``."""
-    cache.clear()
-    sequence = cache.open()
-    cache.reserve(sequence, num_tokens)
-    return sequence
 
 
 def _is_batch(prompt: Any) -> bool:

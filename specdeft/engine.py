@@ -35,11 +35,13 @@ class Engine:
         target: the model whose output is reproduced.
         heads: propose the token tree; None allows the one-node tree only.
         kernels: which attention kernels run.
+        cuda_graphs: steps are replayed from CUDA graphs (`graphs.py`) instead of run eagerly.
     """
 
     target: TargetModel
     heads: MedusaHeads | None
     kernels: KernelChoice
+    cuda_graphs: bool = False
 
     def new_cache(self, capacity: int) -> KVTree:
         """A cache for ``capacity`` tokens, drafted ones included, in the layout the kernels read:

@@ -5,27 +5,14 @@ statistics and cache alike.
 """
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import torch
 
-from specdeft.batch import Batch
 from specdeft.engine import Engine
-from specdeft.kv_tree import KVTree
 from specdeft.result import FinishReason, GenerationResult, GenerationStats
-from specdeft.sampling import Sampler
-from specdeft.stepping import Stepper
+from specdeft.run_state import RunState
 from specdeft.text import TextAssembler
 from specdeft.tree_tensors import TreeTensors
-
-
-class RunState(NamedTuple):
-    """What a generation runs on: the KV tree with its one open sequence, and the step's tensors."""
-
-    cache: KVTree
-    batch: Batch
-    sampler: Sampler
-    stepper: Stepper
 
 
 class Generation:

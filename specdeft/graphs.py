@@ -64,8 +64,7 @@ class StepGraphs:
 
     def fits(self, num_tokens: int, num_levels: int) -> bool:
         """Whether a generation of this size can run on these tensors."""
-        capacity = self.cache.num_pages * self.cache.page_size
-        return num_tokens <= capacity and num_levels <= self.batch.emitted.shape[1]
+        return num_tokens <= self.cache.capacity and num_levels <= self.batch.emitted.shape[1]
 
     def graph(self, tree: TreeTensors, max_context: int) -> torch.cuda.CUDAGraph:
         """The graph of one step of ``tree`` with at most ``max_context`` committed tokens."""

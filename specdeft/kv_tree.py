@@ -84,6 +84,11 @@ class KVTree:
         """The unpaged layout: every sequence owns one page of ``capacity`` tokens."""
         return cls(shape, num_pages=num_sequences, page_size=capacity, dtype=dtype, device=device)
 
+    @property
+    def capacity(self) -> int:
+        """Tokens that all pages together hold."""
+        return self.num_pages * self.page_size
+
     # -- sequences -----------------------------------------------------------------------------
 
     def open(self) -> int:

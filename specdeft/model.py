@@ -148,6 +148,11 @@ class TargetModel:
         dtype: torch.dtype = self.model.dtype
         return dtype
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether tree forwards are fused by torch.compile."""
+        return self._compiled is not None
+
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, attention: LayerAttention, *, last_only: bool
     ) -> TargetOutput:

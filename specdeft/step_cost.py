@@ -18,10 +18,12 @@ import specdeft
 from specdeft.batch import Batch
 from specdeft.config import GenerationConfig
 from specdeft.engine import Engine
+from specdeft.kv_tree import KVTree
 from specdeft.sampling import Sampler
+from specdeft.tree_tensors import TreeTensors
 from specdeft.trees.token_tree import TokenTree
 from specdeft.trees.tree_file import write_atomically
-from specdeft.user_cache import cache_root
+from specdeft.user_cache import cache_root, tell
 
 NUM_ROUNDS = 5
 NUM_CONTEXT_TOKENS = 256
@@ -51,17 +53,30 @@ def measure_step_ms(
     engine.prefill(cache, batch, prompt.to(engine.target.device), sampler)
     tensors = {size: engine.load_tree(tree) for size, tree in trees.items()}
     times_ms: dict[int, list[float]] = {size: [] for size in trees}
+    run = _runner(engine, cache, batch, sampler, capacity)
     for round_index in range(NUM_ROUNDS + 1):
         for size, tree in tensors.items():
             batch.lengths.fill_(num_context)
             began = clock()
-            engine.step(cache, batch, tree, sampler)
+            run(tree)
             _tokens = batch.counts.tolist()  # waits for the step, as reading its tokens does
             if round_index:  # the first round warms up
                 times_ms[size].append((clock() - began) * 1e3)
     sizes = sorted(times_ms)
     medians = [statistics.median(times_ms[size]) for size in sizes]
     return dict(zip(sizes, isotonic(medians), strict=True))
+
+
+def _runner(
+    engine: Engine, cache: KVTree, batch: Batch, sampler: Sampler, capacity: int
+) -> Callable[[TreeTensors], None]:
+    """A step as generations run it: replayed where graphs are used, else eager."""
+    if not engine.cuda_graphs:
+        return lambda tree: engine.step(cache, batch, tree, sampler)
+    from specdeft.graphs import StepGraphs, context_bucket
+
+    graphs, bucket = StepGraphs(engine, cache, batch, sampler), context_bucket(capacity)
+    return lambda tree: graphs.graph(tree, bucket).replay()
 
 
 def isotonic(values: Sequence[float]) -> list[float]:
@@ -91,6 +106,7 @@ def cached_step_ms(
     known = _read(path)
     if known is not None:
         return known
+    tell("measuring the step time of tree sizes on this device (some seconds, then remembered)")
     step_ms = measure_step_ms(engine, trees, clock)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -120,6 +136,7 @@ def _key(engine: Engine, trees: Mapping[int, TokenTree]) -> dict[str, str | int]
         "device": torch.cuda.get_device_name(device) if cuda else platform.processor(),
         "host": platform.node(),
         "dtype": str(target.dtype),
+        "steps": f"graphs={engine.cuda_graphs} compiled={target.is_compiled}",
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,

@@ -13,6 +13,8 @@ from specdeft.trees.token_tree import TokenTree
 
 TreeRequest = str | int | Path | TokenTree
 AUTO_SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+# Every size is compiled for itself, tens of seconds each: fewer are tried.
+AUTO_SIZES_COMPILED = (1, 16, 64)
 
 
 class TreeChoice:
@@ -109,7 +111,8 @@ class TreeChoice:
             self.report = "no draft heads: plain decoding"
             return TokenTree.chain(0)
         values = self._known_values()
-        sizes = [size for size in AUTO_SIZES if size <= len(values.paths) + 1]
+        tried = AUTO_SIZES_COMPILED if self._engine.target.is_compiled else AUTO_SIZES
+        sizes = [size for size in tried if size <= len(values.paths) + 1]
         trees = {size: self._of_size(size) for size in sizes}
         step_ms = cached_step_ms(self._engine, trees, self._clock)
         expected = {size: expected_tau(values, size) for size in sizes}

@@ -90,8 +90,8 @@ def test_a_stop_string_cuts_text_and_ids_alike(model: Any, start: int, length: i
     assert result.text == expected.text == shown == plain.text[: plain.text.index(stop)]
     assert result.token_ids == expected.token_ids
     assert result.finish_reason == expected.finish_reason == "stop"
-    assert decoder._cache is not None
-    decoder._cache.check_invariants()
+    assert decoder._states.cache is not None
+    decoder._states.cache.check_invariants()
 
 
 def test_the_last_position_of_the_context_can_be_used(model: Any) -> None:
@@ -129,9 +129,10 @@ def test_an_error_in_the_consumer_leaves_the_decoder_usable(model: Any) -> None:
     fresh = SpecDecoder(model, ByteTokenizer()).generate("Hello", max_new_tokens=8)
     assert decoder.generate("Hello", max_new_tokens=8).token_ids == fresh.token_ids
     assert kept.traceback
-    assert decoder._cache is not None
-    decoder._cache.check_invariants()
-    assert not decoder._cache._sequences
+    cache = decoder._states.cache
+    assert cache is not None
+    cache.check_invariants()
+    assert not cache._sequences
 
 
 def test_a_superseded_stream_says_so(model: Any) -> None:
