@@ -51,7 +51,8 @@ class StepGraphs:
         self.cache = cache
         self.batch = batch
         self.sampler = sampler
-        self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
+        # A graph reads its tree's tensors where they were at capture: they are kept with it.
+        self._graphs: dict[_Key, tuple[torch.cuda.CUDAGraph, TreeTensors]] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self.ring = [
             _Outbox(
@@ -70,8 +71,8 @@ class StepGraphs:
         """The graph of one step of ``tree`` with at most ``max_context`` committed tokens."""
         key = _Key(tree.tree.content_hash, self.sampler.rule, max_context)
         if key not in self._graphs:
-            self._graphs[key] = self._capture(tree, max_context)
-        return self._graphs[key]
+            self._graphs[key] = self._capture(tree, max_context), tree
+        return self._graphs[key][0]
 
     def _capture(self, tree: TreeTensors, max_context: int) -> torch.cuda.CUDAGraph:
         batch = self.batch

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.library import custom_op
 from transformers import AttentionInterface, PreTrainedModel
 
 from specdeft.kv_tree import KVShape
@@ -81,7 +82,7 @@ def _attention(
     return _current_attention().attend(layer, q, k, v, options), None
 
 
-@torch.library.custom_op("specdeft::attend", mutates_args=())
+@custom_op("specdeft::attend", mutates_args=())
 def attend_op(
     q: Tensor,
     k: Tensor,

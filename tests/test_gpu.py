@@ -3,6 +3,7 @@
 Run there: python -m pytest tests/test_gpu.py -m gpu
 """
 
+import gc
 from typing import Any
 
 import pytest
@@ -88,3 +89,14 @@ def test_a_graphed_step_never_waits_for_the_device() -> None:
         torch.cuda.set_sync_debug_mode("default")
     assert stream.result is not None
     assert stream.result.stats.num_new_tokens == 60
+
+
+def test_a_graph_keeps_the_tree_it_was_captured_with() -> None:
+    """The tree of a single request is dropped after it; the graph must not read freed memory."""
+    decoder = SpecDecoder(on_gpu("llama"), ByteTokenizer())
+    first = decoder.plain(prompt_ids(9), max_new_tokens=30)
+    gc.collect()
+    # Take over whatever was freed, with numbers that no tree holds.
+    junk = [torch.full((size,), 1 << 40, device="cuda") for size in (1, 2, 8, 64, 512) * 50]
+    assert decoder.plain(prompt_ids(9), max_new_tokens=30).token_ids == first.token_ids
+    assert len(junk) == 250
