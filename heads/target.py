@@ -49,8 +49,15 @@ def load_target(
     CPU."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-    tokenizer = AutoTokenizer.from_pretrained(name)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().split("\n")[0].rstrip(".")
+        raise ValueError(
+            f"the model {name!r} cannot be loaded ({reason}): give a Hugging Face id or a local "
+            "folder"
+        ) from error
     frozen = model.to(device).eval().requires_grad_(False)
     return Target(frozen, tokenizer, label or Path(name).name)
 

@@ -15,7 +15,7 @@ import argparse
 import json
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -135,9 +135,11 @@ def _documents(options: argparse.Namespace, target: Target) -> Documents:
     return documents
 
 
-def run(options: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
+def run(
+    options: argparse.Namespace, command: Sequence[str], folder_of: Callable[[str], str]
+) -> dict[str, Any]:
     """The whole command: texts, heads, calibration, record."""
-    target = load_target(options.model)
+    target = load_target(folder_of(options.model), label=Path(options.model).name)
     documents = _documents(options, target)
     training, held_out = documents.split(options.held_out, options.seed)
     shape = Shape(
@@ -146,6 +148,7 @@ def run(options: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
         output=options.heads_output,
         token_input=not options.no_token_input,
         projection=not options.no_projection,
+        sequential=not (options.parallel or options.no_token_input),
         draft_vocab_size=options.draft_vocab_size if options.heads_output == "reduced" else None,
     )
     config = TrainConfig(
@@ -209,7 +212,12 @@ def _parser() -> argparse.ArgumentParser:
         help="output layer: the target's, own ones, or the target's rows of frequent tokens",
     )
     add("--draft-vocab-size", type=int, default=16_384, help="rows with --heads-output reduced")
-    add("--no-token-input", action="store_true", help="heads do not see the token just decided")
+    add("--parallel", action="store_true", help="Medusa's heads: none sees another one's guess")
+    add(
+        "--no-token-input",
+        action="store_true",
+        help="heads do not even see the token just decided (implies --parallel)",
+    )
     add("--no-projection", action="store_true", help="no linear map before the output layer")
     add(
         "--loss",
@@ -228,15 +236,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry of `specdeft train`: 0 on success, 2 with one sentence on bad input."""
+def main(arguments: Sequence[str] | None = None, folder_of: Callable[[str], str] = str) -> int:
+    """Entry of `specdeft train`: 0 on success, 2 with one sentence on bad input.
+
+    `folder_of` turns a model's name into what transformers can load.
+    """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     parser = _parser()
     options, _ = _config_option().parse_known_args(arguments)
     if options.config is not None:
         parser.set_defaults(**json.loads(options.config.read_text(encoding="utf-8")))
     try:
-        record = run(parser.parse_args(arguments), ["specdeft", "train", *arguments])
+        parsed = parser.parse_args(arguments)
+        record = run(parsed, ["specdeft", "train", *arguments], folder_of)
     except ValueError as error:
         sys.stderr.write(f"specdeft train: {error}\n")
         return 2

@@ -10,7 +10,7 @@ import specdeft
 
 _COMMANDS = {
     "generate": ("specdeft.generate_command", "continue a prompt, streamed; --compare checks it"),
-    "train": ("specdeft.heads.train", "train draft heads for a model from its own text"),
+    "train": ("specdeft.train_command", "train draft heads for a model from its own text"),
     "bench": ("specdeft.bench.cli", "measure acceptance, identity and speed"),
 }
 EXIT_BAD_INPUT = 2
