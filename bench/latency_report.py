@@ -252,10 +252,11 @@ def _kind_table(found: Sequence[dict[str, Any]]) -> Table:
         for figure in found
         for kind, known in figure.get("by_kind", {}).items()
     ]
+    kinds = list(dict.fromkeys(row[0] for row in rows))
     # One kind says nothing that the main table does not.
-    rows = rows if len({row[0] for row in rows}) > 1 else []
+    rows = sorted(rows, key=lambda row: kinds.index(row[0])) if len(kinds) > 1 else []
     columns = ("kind", "row", "prompts", "tau", "ttft ms", "decode tokens/s", "x plain (decode)")
-    return Table("By kind of prompt", columns, tuple(sorted(rows, key=lambda row: str(row[0]))))
+    return Table("By kind of prompt", columns, tuple(rows))
 
 
 def _phase_table(found: Sequence[dict[str, Any]]) -> Table:
