@@ -5,7 +5,7 @@ The clock stands outside the decoders: a run is timed as a reader of its stream 
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Protocol
 
 from specdeft.bench.metrics import Run
 from specdeft.bench.run_folder import RunFolder
@@ -58,7 +58,7 @@ class DecoderRow:
         began = clock()
         stream = decoder.stream(list(prompt_ids), config=config)
         for _piece in stream:
-            now, count = clock() - began, num_new_tokens(stream)
+            now, count = clock() - began, stream.num_new_tokens
             # The last piece is text that was held back; it brings no token.
             if count > counts[-1]:
                 emission_s.append(now)
@@ -88,8 +88,3 @@ def recorded(
         record = {"row": row, "prompt": prompt_id, "run": measure().to_dict()}
         folder.put(key, record)
     return Run.from_dict(record["run"])
-
-
-def num_new_tokens(stream: Any) -> int:
-    """Tokens that a stream has brought so far."""
-    return len(stream._generation._text.token_ids)

@@ -96,7 +96,7 @@ def read_config(folder: Path) -> HeadsConfig:
         )
     try:
         return HeadsConfig(**content)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{path} is incomplete or malformed ({error}): write it again.") from error
 
 

@@ -31,6 +31,8 @@ from torch.nn.functional import linear, rms_norm, silu
 
 from specdeft.trees.draft_plan import DraftLevel
 
+_MOST = 1 << 24  # more rows, heads or blocks than any model has: a damaged config
+
 OutputKind = Literal["shared", "own", "reduced"]
 
 
@@ -51,6 +53,13 @@ class HeadsConfig:
     sequential: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("num_heads", "num_layers", "hidden_size", "vocab_size", "draft_vocab_size"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value > _MOST):
+                raise ValueError(f"{name} is {value!r}: give a whole number up to {_MOST}.")
+        for name in ("token_input", "projection", "sequential"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}: give true or false.")
         for name in ("num_heads", "hidden_size", "vocab_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: give a whole number from 1.")

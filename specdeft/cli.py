@@ -36,8 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         commands.add_parser(name, help=summary, add_help=False)
     known, _rest = parser.parse_known_args(arguments[:1])
     module, _summary = _COMMANDS[known.command]
-    run: Callable[[Sequence[str]], int | None] = import_module(module).main
     try:
+        run: Callable[[Sequence[str]], int | None] = import_module(module).main
         return run(arguments[1:]) or 0
     except KeyboardInterrupt:
         print("\nspecdeft: interrupted", file=sys.stderr)  # noqa: T201

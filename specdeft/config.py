@@ -1,8 +1,12 @@
 """What a generation is asked to do: every default lives here, every value is checked once."""
 
+import operator
 from dataclasses import dataclass
+from typing import SupportsFloat
 
 DEFAULT_MAX_NEW_TOKENS = 256
+LOWEST_TEMPERATURE = 1e-6
+HIGHEST_TEMPERATURE = 1e6
 
 
 @dataclass(frozen=True)
@@ -17,6 +21,7 @@ class GenerationConfig:
         seed: of the noise; the same seed gives the same text whatever the tree (design, section 4).
         stop: strings that end the text; the text and ids are cut before the first match.
         ignore_eos: go on to ``max_new_tokens`` past an end-of-text token (for measuring).
+        eos_token_ids: the tokens that end a text; None is the model's and the tokenizer's.
 
     Raises:
         ValueError: a value is out of range.
@@ -29,29 +34,31 @@ class GenerationConfig:
     seed: int = 0
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    eos_token_ids: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        asked = self.max_new_tokens
-        if asked is not None and (not isinstance(asked, int) or asked < 1):
-            raise ValueError(f"max_new_tokens is {asked!r}: give a whole number of at least 1")
+        stop = self.stop or ()
+        stop = tuple(stop) if isinstance(stop, list | tuple) else (stop,)
+        object.__setattr__(self, "stop", stop)
+        _whole(self, "max_new_tokens", 1, None, optional=True)
+        _whole(self, "top_k", 1, None, optional=True)
+        _whole(self, "seed", 0, 2**63)
+        _number(self, "temperature")
+        _number(self, "top_p")
         # `not (x >= 0)` also refuses NaN.
-        if not (0.0 <= self.temperature < float("inf")):
+        if not (0.0 <= self.temperature <= HIGHEST_TEMPERATURE):
             raise ValueError(
-                f"temperature is {self.temperature}: give 0 for greedy decoding or a finite "
-                "number above 0"
+                f"temperature is {self.temperature}: give 0 for greedy decoding or a number up to "
+                f"{HIGHEST_TEMPERATURE:g}"
             )
         if not (0.0 < self.top_p <= 1.0):
             raise ValueError(
                 f"top_p is {self.top_p}: it must be above 0 and at most 1 (1 keeps every token)"
             )
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k is {self.top_k}: give at least 1, or None to keep every token")
-        if not (0 <= self.seed < 2**63):
-            raise ValueError(f"seed is {self.seed}: give a whole number from 0 to 2**63 - 1")
-        if any(not text for text in self.stop):
-            raise ValueError("a stop string is empty: leave it out or give at least one character")
+        if any(not isinstance(text, str) or not text for text in stop):
+            raise ValueError(
+                f"stop is {self.stop!r}: every stop string must be text of at least one character"
+            )
 
     def token_budget(self, num_prompt_tokens: int, max_context: int) -> int:
         """Most tokens that this prompt may be followed by.
@@ -76,5 +83,32 @@ class GenerationConfig:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is taken, without noise."""
-        return self.temperature == 0.0
+        """Whether the likeliest token is taken, without noise; so it is at a temperature so low
+        that logits divided by it leave float32, where nothing but the likeliest is ever drawn."""
+        return self.temperature < LOWEST_TEMPERATURE
+
+
+def _whole(
+    config: GenerationConfig, name: str, least: int, end: int | None, optional: bool = False
+) -> None:
+    """Check a whole number (numpy's too) of at least ``least`` and below ``end``."""
+    value = getattr(config, name)
+    if value is None and optional:
+        return
+    allowed = f"of at least {least}" if end is None else f"from {least} to {end - 1}"
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError as error:
+        raise ValueError(f"{name} is {value!r}: give a whole number {allowed}") from error
+    if number < least or (end is not None and number >= end):
+        raise ValueError(f"{name} is {value!r}: give a whole number {allowed}")
+    object.__setattr__(config, name, number)
+
+
+def _number(config: GenerationConfig, name: str) -> None:
+    value = getattr(config, name)
+    if isinstance(value, bool | str) or not isinstance(value, SupportsFloat):
+        raise ValueError(f"{name} is {value!r}: give a number")
+    object.__setattr__(config, name, float(value))

@@ -67,20 +67,22 @@ def generate_rows(
                 f"{name}={value} is not supported by speculative decoding: leave it out"
             )
     config = _config_of(generation_config, input_ids.shape[1])
-    kept = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    kept = torch.ones_like(input_ids) if attention_mask is None else attention_mask.long()
     if kept.shape != input_ids.shape or bool((kept.diff(dim=1) < 0).any()):
         raise ValueError(
             "the attention mask must mark padding at the left only: pad prompts on the left"
         )
     rows = [row[mask.bool()] for row, mask in zip(input_ids, kept, strict=True)]
-    results: list[GenerationResult] = [decoder.generate(row, config=config) for row in rows]
+    results: list[GenerationResult] = decoder.generate(rows, config=config)
     return _padded(input_ids, results, generation_config)
 
 
 def _config_of(config: HFGenerationConfig, num_prompt_tokens: int) -> GenerationConfig:
     max_new_tokens = config.max_new_tokens or config.max_length - num_prompt_tokens
+    eos = config.eos_token_id
+    eos_token_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),)
     if not config.do_sample:
-        return GenerationConfig(max_new_tokens=max_new_tokens)
+        return GenerationConfig(max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids)
     # The seed comes from torch's own stream, so torch.manual_seed governs it as in any generate.
     seed = int(torch.randint(2**62, ()))
     return GenerationConfig(
@@ -89,6 +91,7 @@ def _config_of(config: HFGenerationConfig, num_prompt_tokens: int) -> Generation
         top_k=config.top_k or None,
         top_p=1.0 if config.top_p is None else float(config.top_p),
         seed=seed,
+        eos_token_ids=eos_token_ids,
     )
 
 

@@ -67,6 +67,8 @@ class SpecDecoder:
             ValueError: the model or the tree is not supported, or the heads are another model's.
         """
         target = TargetModel(model)
+        if heads is not None:
+            _check_heads(heads, target)
         self.model = model
         self.tokenizer = tokenizer
         self.heads = heads
@@ -141,14 +143,21 @@ class SpecDecoder:
             prompt: text (put through the model's chat template where it has one), `raw=True` text,
                 a chat as a list of messages, or a tensor of token ids; or a list of these.
             settings: `config=GenerationConfig(...)` or its fields (max_new_tokens, temperature,
-                top_k, top_p, seed, stop, ignore_eos), plus `tree` and `raw`.
+                top_k, top_p, seed, stop, ignore_eos, eos_token_ids), plus `tree`, `raw` and
+                `sequence` (the number that keys the noise beside the seed: 0, and in a list the
+                row's, so that equal prompts of a list are sampled independently).
 
         Raises:
             ValueError: bad input; nothing was computed.
             RuntimeError: this decoder is generating in another thread.
         """
         if _is_batch(prompt):
-            return [self.stream(one, **settings).exhaust() for one in cast(list[Prompt], prompt)]
+            # All are checked before the first is computed.
+            streams = [
+                self.stream(one, **{"sequence": row, **settings})
+                for row, one in enumerate(cast(list[Prompt], prompt))
+            ]
+            return [stream.exhaust() for stream in streams]
         return self.stream(cast(Prompt, prompt), **settings).exhaust()
 
     def stream(
@@ -158,6 +167,7 @@ class SpecDecoder:
         config: GenerationConfig | None = None,
         tree: TreeRequest | None = None,
         raw: bool = False,
+        sequence: int = 0,
         **fields: Any,
     ) -> Stream:
         """Generate piece by piece: iterate for text, then read ``.result``.
@@ -173,7 +183,7 @@ class SpecDecoder:
         self._check_ids(prompt_ids)
         budget = config.token_budget(len(prompt_ids), self._engine.target.max_context)
         choice = self._choice if tree is None else self._choose(tree)
-        return Stream(self._turn, lambda: self._start(prompt_ids, budget, config, choice))
+        return Stream(self._turn, lambda: self._start(prompt_ids, budget, config, choice, sequence))
 
     def __call__(
         self,
@@ -256,16 +266,21 @@ class SpecDecoder:
         return TreeChoice(self._engine, tree, self._tree_values, self._clock)
 
     def _start(
-        self, prompt_ids: list[int], budget: int, config: GenerationConfig, choice: TreeChoice
+        self,
+        prompt_ids: list[int],
+        budget: int,
+        config: GenerationConfig,
+        choice: TreeChoice,
+        sequence: int,
     ) -> Generation:
         engine = self._engine
         return Generation(
             engine,
             prompt_ids,
             budget,
-            self._states.fresh(len(prompt_ids) + budget, config, choice.tree),
+            self._states.fresh(len(prompt_ids) + budget, config, choice.tree, sequence),
             trees=choice.whole if engine.cuda_graphs else choice.for_budget,
-            eos_ids=frozenset() if config.ignore_eos else self._eos_ids(),
+            eos_ids=self._eos_ids(config),
             text=TextAssembler(self.tokenizer, config.stop),
             clock=self._clock,
         )
@@ -279,12 +294,34 @@ class SpecDecoder:
                 "encoded by another model's tokenizer?"
             )
 
-    def _eos_ids(self) -> frozenset[int]:
-        """Every id that ends a text: the generation config's and the tokenizer's."""
+    def _eos_ids(self, config: GenerationConfig) -> frozenset[int]:
+        """Every id that ends a text: as asked, else the generation config's and the tokenizer's."""
+        if config.ignore_eos:
+            return frozenset()
+        if config.eos_token_ids is not None:
+            return frozenset(config.eos_token_ids)
         configured = self.model.generation_config.eos_token_id
         listed = configured if isinstance(configured, list) else [configured]
         return frozenset(
             int(token) for token in [*listed, self.tokenizer.eos_token_id] if token is not None
+        )
+
+
+def _check_heads(heads: MedusaHeads, target: TargetModel) -> None:
+    """Refuse heads of another model or dtype; `load_heads` gives ones that fit."""
+    for name in ("hidden_size", "vocab_size"):
+        theirs, ours = getattr(heads.config, name, None), getattr(target, name)
+        if theirs is not None and theirs != ours:
+            raise ValueError(
+                f"the heads are for a {name} of {theirs} and this model has {ours}: they belong "
+                "to another model"
+            )
+    dtypes = {parameter.dtype for parameter in heads.parameters()}
+    if dtypes - {target.dtype}:
+        found = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(
+            f"the heads are in {found} and the model in {target.dtype}: convert the heads with "
+            ".to(model.dtype)"
         )
 
 
@@ -293,7 +330,8 @@ def _is_batch(prompt: Any) -> bool:
     if not isinstance(prompt, list | tuple) or not prompt:
         return False
     first = prompt[0]
-    return not (isinstance(first, int) or (isinstance(first, dict) and "role" in first))
+    is_message = isinstance(first, dict)
+    return not (is_message or hasattr(first, "__index__")) or isinstance(first, torch.Tensor)
 
 
 def _config_from(fields: dict[str, Any]) -> GenerationConfig:
@@ -303,6 +341,4 @@ def _config_from(fields: dict[str, Any]) -> GenerationConfig:
         raise ValueError(
             f"generate has no setting {', '.join(unknown)}: it takes {', '.join(known)}, tree, raw"
         )
-    if isinstance(fields.get("stop"), list):
-        fields["stop"] = tuple(fields["stop"])
     return GenerationConfig(**fields)

@@ -10,6 +10,7 @@ from specdeft.config import GenerationConfig
 from specdeft.default_model import DEFAULT_MODELS
 
 _DEFAULT_MODEL = next(iter(DEFAULT_MODELS))
+WARM_UP_TOKENS = 8
 
 
 def parser() -> argparse.ArgumentParser:
@@ -77,11 +78,10 @@ def main(arguments: Sequence[str]) -> int:
         options.model, heads=heads, dtype=options.dtype, device=options.device, tree=options.tree
     )
     stream = decoder.stream(prompt, config=config, raw=options.raw)
-    _say(f"{options.model} in {decoder.dtype_name} on {decoder.device_name}; ", end="")
     tree = decoder.tree
-    _say(decoder.tree_report)
+    _say(f"{options.model} in {decoder.dtype_name} on {decoder.device_name}; {decoder.tree_report}")
     if options.compare:
-        _warm_up(decoder, prompt, options.raw)
+        _warm_up(decoder, prompt, options)
     for piece in stream:
         if not options.json:
             sys.stdout.write(piece)
@@ -116,16 +116,28 @@ def _read_prompt(options: argparse.Namespace) -> str:
             "give one prompt, as an argument, with --prompt, or - to read standard input: "
             f"{'two were given' if given else 'there is none'}"
         )
-    prompt = sys.stdin.read() if given[0] == "-" else str(given[0])
+    prompt = _standard_input() if given[0] == "-" else str(given[0])
     if not prompt.strip():
         raise ValueError("the prompt is empty: give at least one character")
     return prompt
 
 
-def _warm_up(decoder: Any, prompt: str, raw: bool) -> None:
+def _standard_input() -> str:
+    if sys.stdin is None:
+        raise ValueError("the prompt - reads standard input, which is closed: pipe a text into it")
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"standard input is not {error.encoding} text (byte {error.start}): convert it first"
+        ) from error
+
+
+def _warm_up(decoder: Any, prompt: str, options: argparse.Namespace) -> None:
     """Both sides run once first: the first forwards of a process are slower."""
+    asked = options.max_new_tokens or WARM_UP_TOKENS
     for run in (decoder.generate, decoder.plain):
-        run(prompt, max_new_tokens=8, raw=raw)
+        run(prompt, max_new_tokens=min(WARM_UP_TOKENS, asked), raw=options.raw)
 
 
 def _compare(
@@ -134,15 +146,15 @@ def _compare(
     """Plain decoding in the same process: speed beside it, and whether the ids are the same."""
     plain = decoder.plain(prompt, config=config, raw=raw)
     identity = decoder.compare(result, plain, config)
-    ratio = (
-        result.stats.tokens_per_second / plain.stats.tokens_per_second
-        if plain.stats.tokens_per_second
-        else 0.0
-    )
-    _say(f"plain decoding: {plain.stats.tokens_per_second:.1f} tokens/s; speed ratio {ratio:.2f}x")
+    plain_speed = plain.stats.tokens_per_second
+    ratio = result.stats.tokens_per_second / plain_speed if plain_speed else None
+    if ratio is None:
+        _say("plain decoding: too few tokens for a speed")
+    else:
+        _say(f"plain decoding: {plain_speed:.1f} tokens/s; speed ratio {ratio:.2f}x")
     _say(identity.describe())
     return {
-        "plain_tokens_per_second": plain.stats.tokens_per_second,
+        "plain_tokens_per_second": plain_speed,
         "speed_ratio": ratio,
         "identical": identity.identical,
         "identity_tier": identity.tier,

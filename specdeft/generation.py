@@ -47,6 +47,11 @@ class Generation:
         self._num_nodes = 1
         self._paused_s = 0.0
 
+    @property
+    def num_new_tokens(self) -> int:
+        """Tokens kept so far."""
+        return len(self._text.token_ids)
+
     def __iter__(self) -> Iterator[str]:
         try:
             yield from self._run()

@@ -82,13 +82,21 @@ def load_target(
     path = resolve_default_model(str(name)) if str(name) in DEFAULT_MODELS else name
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=precision, **arguments)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().split("\n")[0].rstrip(".")
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path, dtype=precision, output_loading_info=True, **arguments
+        )
+    except Exception as error:  # transformers and its file readers raise of every kind
+        reason = str(error).strip().split("\n")[0].rstrip(".") or type(error).__name__
         raise ValueError(
             f"the model {str(name)!r} cannot be loaded ({reason}): give "
             f"{', '.join(DEFAULT_MODELS)}, a Hugging Face id or a local folder"
         ) from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ValueError(
+            f"the model {str(name)!r} lacks {len(missing)} weights ({missing[0]} and so on), which "
+            "would be random: get its files again"
+        )
     if "device_map" not in arguments:
         model = model.to(place)
     return LoadedTarget(model.eval(), tokenizer, str(name))

@@ -57,6 +57,7 @@ class _Ambient(threading.local):
 
 
 _ambient = _Ambient()
+_forward_lock = threading.Lock()
 
 
 def _attention(
@@ -208,10 +209,14 @@ class TargetModel:
 
     @contextmanager
     def _our_attention(self, attention: LayerAttention) -> Iterator[None]:
+        if _ambient.attention is not None:
+            raise RuntimeError("a forward is already running in this thread: forwards do not nest")
+        with _forward_lock:  # the attention choice of a model is seen by all threads
+            yield from self._exchange_attention(attention)
+
+    def _exchange_attention(self, attention: LayerAttention) -> Iterator[None]:
         configs = {id(config): config for config in (self.model.config, self.config)}.values()
         before = [config._attn_implementation_internal for config in configs]
-        if _ambient.attention is not None or ATTENTION_NAME in before:
-            raise RuntimeError("a forward of this model is already running: decoders do not nest")
         try:
             _ambient.attention = attention
             for config in configs:

@@ -33,7 +33,7 @@ class GenerationStats:
         Counted from the ids that were kept: the first one comes from the prefill, and what the
         last step emitted past the end does not flatter it.
         """
-        return (self.num_new_tokens - 1) / self.num_steps if self.num_steps else 0.0
+        return max(self.num_new_tokens - 1, 0) / self.num_steps if self.num_steps else 0.0
 
     @property
     def acceptance_length(self) -> float:
@@ -43,7 +43,7 @@ class GenerationStats:
     @property
     def tokens_per_second(self) -> float:
         """Tokens after the first over the time after the first."""
-        return (self.num_new_tokens - 1) / self.decode_s if self.decode_s > 0 else 0.0
+        return max(self.num_new_tokens - 1, 0) / self.decode_s if self.decode_s > 0 else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """For programs: fields and derived figures under their own names."""

@@ -39,18 +39,23 @@ class RunStates:
         self._engine = engine
         self._graphs: StepGraphs | None = None
 
-    def fresh(self, num_tokens: int, config: GenerationConfig, tree: TokenTree) -> RunState:
-        """A new sequence with room for ``num_tokens`` and the tree, and its step's tensors."""
+    def fresh(
+        self, num_tokens: int, config: GenerationConfig, tree: TokenTree, number: int
+    ) -> RunState:
+        """A new sequence with room for ``num_tokens`` and the tree, and its step's tensors;
+        ``number`` keys its noise beside the seed."""
         if self._engine.cuda_graphs:
-            return self._on_graphs(num_tokens, config, tree)
+            return self._on_graphs(num_tokens, config, tree, number)
         engine, capacity = self._engine, num_tokens + tree.num_nodes
         cache = self._cache_for(capacity)
         sequence = _only_sequence(cache, capacity)
         batch = Batch.empty(engine.target, cache, (sequence,), tree.max_depth + 1)
-        sampler = Sampler.build(config, (0,), engine.target.device)
+        sampler = Sampler.build(config, (number,), engine.target.device)
         return RunState(cache, batch, sampler, EagerStepper(engine, cache, batch, sampler))
 
-    def _on_graphs(self, num_tokens: int, config: GenerationConfig, tree: TokenTree) -> RunState:
+    def _on_graphs(
+        self, num_tokens: int, config: GenerationConfig, tree: TokenTree, number: int
+    ) -> RunState:
         """The same on the tensors that the graphs were captured on."""
         from specdeft.graphs import GraphStepper, StepGraphs
 
@@ -64,11 +69,11 @@ class RunStates:
             sequence = _only_sequence(cache, cache.capacity)
             levels = max(num_levels, MIN_GRAPH_LEVELS)
             batch = Batch.empty(self._engine.target, cache, (sequence,), levels)
-            sampler = Sampler.build(config, (0,), self._engine.target.device)
+            sampler = Sampler.build(config, (number,), self._engine.target.device)
             self._graphs = graphs = StepGraphs(self._engine, cache, batch, sampler)
         sequence = _only_sequence(graphs.cache, graphs.cache.capacity)
         graphs.batch.restart(graphs.cache, (sequence,))
-        graphs.sampler.restart(config, (0,))
+        graphs.sampler.restart(config, (number,))
         return RunState(graphs.cache, graphs.batch, graphs.sampler, GraphStepper(graphs))
 
     def _cache_for(self, num_tokens: int) -> KVTree:

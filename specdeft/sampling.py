@@ -58,7 +58,9 @@ class Sampler:
     ) -> "Sampler":
         """Args: the request, the sequences' numbers (0 for a single one), where the logits are."""
         keys = torch.empty(len(numbers), dtype=torch.int32, device=device)
-        sampler = cls(SamplingRule.of(config), keys, torch.empty((), device=device))
+        sampler = cls(
+            SamplingRule.of(config), keys, torch.empty((), dtype=torch.float32, device=device)
+        )
         sampler.restart(config, numbers)
         return sampler
 
@@ -137,8 +139,8 @@ def gumbel_noise(keys: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     key = _mix(keys[:, None] ^ positions.to(torch.int32))
     ids = torch.arange(vocab_size, dtype=torch.int32, device=positions.device)
     bits = _mix(_mix(ids) ^ key[..., None])
-    # 24 bits fill a float32 exactly; the half keeps the uniform away from 0 and 1.
-    uniform = ((bits >> 8) & 0xFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-24)
+    # 23 bits and a half fit the 24 of a float32 exactly: the uniform never rounds to 0 or 1.
+    uniform = ((bits >> 9) & 0x7FFFFF).to(torch.float32).add_(0.5).mul_(2.0**-23)
     return uniform.log_().neg_().log_().neg_()
 
 

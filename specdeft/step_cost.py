@@ -6,6 +6,7 @@ all sizes are interleaved so that a slow moment of a shared machine falls on all
 
 import hashlib
 import json
+import math
 import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -104,7 +105,8 @@ def cached_step_ms(
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
     path = cache_root() / "step_cost" / f"{digest}.json"
     known = _read(path)
-    if known is not None:
+    # A file that somebody or some fault changed is measured again.
+    if known.keys() == trees.keys() and all(0 < ms < math.inf for ms in known.values()):
         return known
     tell("measuring the step time of tree sizes on this device (some seconds, then remembered)")
     step_ms = measure_step_ms(engine, trees, clock)
@@ -116,12 +118,15 @@ def cached_step_ms(
     return step_ms
 
 
-def _read(path: Path) -> dict[int, float] | None:
+def _read(path: Path) -> dict[int, float]:
+    """The times in a file; none where it cannot be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         return {int(size): float(step_ms) for size, step_ms in content["step_ms"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError):
+        return {}
+    except RecursionError:
+        return {}
 
 
 def _key(engine: Engine, trees: Mapping[int, TokenTree]) -> dict[str, str | int]:

@@ -1,6 +1,7 @@
 """Text piece by piece, and the rule that a decoder runs one generation at a time."""
 
 import threading
+import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 
@@ -9,30 +10,34 @@ from specdeft.result import GenerationResult
 
 
 class Turn:
-    """Whose turn it is: one stream at a time; only the thread that started it may replace it."""
+    """Whose turn it is: one stream at a time; only the thread that started it may replace it.
+
+    The stream is held weakly: one that nobody can read on any more does not keep its turn.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._running: tuple[Stream, int] | None = None  # and the thread that started it
+        self._running: tuple[weakref.ref[Stream], threading.Thread] | None = None
 
     @contextmanager
-    def taken_by(self, stream: "Stream") -> Iterator[None]:
-        """Hold the turn; an unfinished stream of the same thread is ended.
+    def taken_by(self, stream: "weakref.ref[Stream]") -> Iterator[None]:
+        """Hold the turn; an unfinished stream of the same thread, or of one that ended, is ended.
 
         Raises:
             RuntimeError: another thread's stream is running.
         """
-        thread = threading.get_ident()
+        thread = threading.current_thread()
         with self._lock:
-            running = self._running
-            if running is not None and running[1] != thread:
+            running = self._running[0]() if self._running else None
+            owner = self._running[1] if self._running else thread
+            if running is not None and owner is not thread and owner.is_alive():
                 raise RuntimeError(
                     "this decoder is generating in another thread: wait for it, or use one "
                     "decoder per thread"
                 )
             self._running = (stream, thread)
         if running is not None:
-            running[0].supersede()
+            running.supersede()
         try:
             yield
         finally:
@@ -50,16 +55,20 @@ class Stream:
 
     def __init__(self, turn: Turn, start: Callable[[], Generation]) -> None:
         """Args: the decoder's turn, and what makes the generation once it is this stream's."""
-        self._turn = turn
-        self._start = start
-        self._generation: Generation | None = None
         self._superseded = False
-        self._pieces = self._run()
+        self._box: list[Generation] = []
+        # The generator knows the stream weakly, so that an abandoned stream is finalised at once.
+        self._pieces = _run(turn, weakref.ref(self), start, self._box)
 
     @property
     def result(self) -> GenerationResult | None:
         """The outcome; None until the stream is exhausted."""
-        return self._generation.result if self._generation else None
+        return self._box[0].result if self._box else None
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Tokens kept so far."""
+        return self._box[0].num_new_tokens if self._box else 0
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -89,7 +98,13 @@ class Stream:
         self._superseded = True
         self.close()
 
-    def _run(self) -> Generator[str, None, None]:
-        with self._turn.taken_by(self):
-            self._generation = self._start()
-            yield from self._generation
+
+def _run(
+    turn: Turn,
+    stream: weakref.ref[Stream],
+    start: Callable[[], Generation],
+    box: list[Generation],
+) -> Generator[str, None, None]:
+    with turn.taken_by(stream):
+        box.append(start())
+        yield from box[0]

@@ -104,8 +104,10 @@ def damage(folder: Path, *, verify: bool = False) -> str | None:
     """
     try:
         records = _read_manifest(folder)
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (OSError, ValueError, TypeError, AttributeError, KeyError):
         return f"{MANIFEST_NAME} is missing or unreadable"
+    if not records:
+        return f"{MANIFEST_NAME} names no file"
     current = dict(records)
     for name, record in records.items():
         path = folder / name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Iterable, Sequence
 from itertools import pairwise, product
@@ -9,13 +10,17 @@ from itertools import pairwise, product
 RankPath = tuple[int, ...]
 
 # A step never verifies this many tokens; the limit keeps a typing slip from filling the memory.
-MAX_NODES = 65_536
+MAX_NODES = 4096
 
 
 def check_parents(parents: Sequence[int]) -> None:
     """Raise ValueError unless `parents` is one tree, root first, parents before children."""
     if not parents:
         raise ValueError("the tree has no nodes; parents starts with -1 for the root")
+    if len(parents) > MAX_NODES:
+        raise ValueError(
+            f"the tree has {len(parents)} nodes; a step verifies {MAX_NODES} at most, prune it"
+        )
     if parents[0] != -1:
         raise ValueError(f"the parent of node 0 is {parents[0]}; node 0 is the root, write -1")
     for node, parent in enumerate(parents[1:], start=1):
@@ -50,7 +55,7 @@ def check_paths(paths: Iterable[Sequence[int]], top_k: int | None = None) -> lis
     """The paths as tuples, each checked alone; raise ValueError naming the first bad one."""
     checked: dict[RankPath, None] = {}
     for given in paths:
-        path = tuple(given)
+        path = tuple(_rank(rank, given) for rank in given)
         if not path:
             raise ValueError("a path is empty; the root is implied, leave it out")
         if min(path) < 0:
@@ -59,15 +64,38 @@ def check_paths(paths: Iterable[Sequence[int]], top_k: int | None = None) -> lis
             raise ValueError(
                 f"path {list(path)} has rank {max(path)}; with top_k {top_k} use 0 to {top_k - 1}"
             )
+        if len(path) >= MAX_NODES or len(checked) >= MAX_NODES:
+            raise ValueError(
+                f"the paths make more than {MAX_NODES} nodes, what a step verifies at most; list "
+                "fewer or shorter ones"
+            )
         if path in checked:
             raise ValueError(f"path {list(path)} is listed twice; list every path once")
         checked[path] = None
     return list(checked)
 
 
+def _rank(rank: object, path: Sequence[int]) -> int:
+    if isinstance(rank, bool):
+        raise ValueError(f"path {list(path)} holds {rank!r}; ranks are whole numbers from 0")
+    try:
+        return operator.index(rank)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise ValueError(
+            f"path {list(path)} holds {rank!r}; ranks are whole numbers from 0"
+        ) from error
+
+
 def close_prefixes(paths: Sequence[RankPath]) -> list[RankPath]:
     """The paths and all their prefixes in lexicographic order; warns when prefixes were missing."""
-    closed = {path[:end] for path in paths for end in range(1, len(path) + 1)}
+    closed: set[RankPath] = set()
+    for path in paths:
+        closed.update(path[:end] for end in range(1, len(path) + 1))
+        if len(closed) >= MAX_NODES:
+            raise ValueError(
+                f"the paths and their prefixes make more than {MAX_NODES} nodes, what a step "
+                "verifies at most; list fewer or shorter ones"
+            )
     num_added = len(closed) - len(paths)
     if num_added:
         # Level 3: the warning belongs to the line that called TokenTree.from_paths.

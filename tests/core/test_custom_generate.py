@@ -41,12 +41,15 @@ def test_sampling_follows_torch_manual_seed(decoder: SpecDecoder) -> None:
     def sample(seed: int) -> list[int]:
         torch.manual_seed(seed)
         settings = {"max_new_tokens": 24, "do_sample": True, "temperature": 1.2, "top_k": 30}
-        return decoder.model.generate(**inputs(7), **settings, custom_generate=decoder)[0].tolist()
+        ids: list[int] = decoder.model.generate(**inputs(7), **settings, custom_generate=decoder)[
+            0
+        ].tolist()
+        return ids
 
     assert sample(1) == sample(1) != sample(2)
 
 
-class Custom(LogitsProcessor):
+class Custom(LogitsProcessor):  # type: ignore[misc]  # transformers is untyped here
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         return scores
 

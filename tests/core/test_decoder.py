@@ -223,7 +223,7 @@ def test_config_and_fields(model: Any) -> None:
         ("x", {"top_p": 1.1}, "top_p is 1.1"),
         ("x", {"top_k": 0}, "top_k is 0"),
         ("x", {"seed": -1}, "seed is -1"),
-        ("x", {"stop": [""]}, "a stop string is empty"),
+        ("x", {"stop": [""]}, "every stop string must be text"),
         ("x", {"max_tokens": 3}, "generate has no setting max_tokens: it takes max_new_tokens"),
         ("x", {"config": GenerationConfig(), "seed": 1}, "config and seed were both given"),
         ("x", {"tree": "oak"}, "there is no tree 'oak': give auto, a number of nodes"),

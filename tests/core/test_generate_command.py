@@ -75,7 +75,7 @@ def test_chat_template_raw_and_stdin(folder: Path, capsys, monkeypatch) -> None:
         _code, out, _err = run(
             capsys, *arguments, "--model", str(folder), "--max-new-tokens", "1", "--json"
         )
-        return json.loads(out)["stats"]["num_prompt_tokens"]
+        return int(json.loads(out)["stats"]["num_prompt_tokens"])
 
     assert prompt_length("Hello") == len("[Hello]")
     assert prompt_length("--prompt", "Hello", "--raw") == len("Hello")

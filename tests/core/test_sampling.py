@@ -12,7 +12,7 @@ from specdeft.sampling import Sampler, choose_tokens, gumbel_noise, noise_keys, 
 def choose(logits: torch.Tensor, positions: torch.Tensor, **settings: object) -> torch.Tensor:
     """One draw a position, as N nodes of one sequence at depths 0..N-1."""
     depths = torch.arange(len(positions))
-    sampler = Sampler.build(GenerationConfig(**settings), (0,), torch.device("cpu"))  # type: ignore[arg-type]
+    sampler = Sampler.build(GenerationConfig(**settings), (0,), torch.device("cpu"))
     return choose_tokens(logits[None], positions[None], depths, sampler)[0]
 
 

@@ -151,7 +151,8 @@ def hf_greedy(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> lis
         max_new_tokens=num_tokens,
         do_sample=False,
     )
-    return out[0, len(prompt) :].tolist()
+    new: list[int] = out[0, len(prompt) :].tolist()
+    return new
 
 
 class DeviceScriptedHeads(nn.Module):

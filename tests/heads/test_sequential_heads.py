@@ -22,7 +22,7 @@ def make(output: str = "shared", projection: bool = True) -> MedusaHeads:
         num_layers=2,
         hidden_size=H,
         vocab_size=V,
-        output=output,  # type: ignore[arg-type]
+        output=output,
         token_input=True,
         projection=projection,
         draft_vocab_size=size,
