@@ -140,7 +140,13 @@ def test_a_malformed_tree_file_is_named(folder: Path, capsys, tmp_path: Path, te
 def test_ctrl_c_while_streaming_exits_with_130(folder: Path) -> None:
     """In a process of its own, interrupted once the first text is out."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
-    program = "import sys; from specdeft.cli import main; sys.exit(main(sys.argv[1:]))"
+    # Slowed down, so that it cannot end before the signal arrives, however busy the machine is.
+    program = (
+        "import sys, time, specdeft.text as text; from specdeft.cli import main; "
+        "take = text.TextAssembler.take; "
+        "text.TextAssembler.take = lambda self: (time.sleep(0.1), take(self))[1]; "
+        "sys.exit(main(sys.argv[1:]))"
+    )
     arguments = ["generate", "Hello", "--model", str(folder), "--max-new-tokens", "240"]
     process = subprocess.Popen(
         [sys.executable, "-c", program, *arguments],
@@ -152,7 +158,7 @@ def test_ctrl_c_while_streaming_exits_with_130(folder: Path) -> None:
     assert process.stdout is not None
     assert process.stdout.read(1)
     process.send_signal(signal.SIGINT)
-    _out, err = process.communicate(timeout=60)
+    _out, err = process.communicate(timeout=300)
     assert process.returncode == 130
     assert "interrupted" in err
     assert "Traceback" not in err
