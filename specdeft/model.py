@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.library import custom_op
+from torch import library as torch_library
 from transformers import AttentionInterface, PreTrainedModel
 
 from specdeft.kv_tree import KVShape
@@ -83,7 +83,7 @@ def _attention(
     return _current_attention().attend(layer, q, k, v, options), None
 
 
-@custom_op("specdeft::attend", mutates_args=())
+@torch_library.custom_op("specdeft::attend", mutates_args=())
 def attend_op(
     q: Tensor,
     k: Tensor,
