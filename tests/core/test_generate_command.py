@@ -142,7 +142,9 @@ def test_ctrl_c_while_streaming_exits_with_130(folder: Path) -> None:
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
     # Slowed down, so that it cannot end before the signal arrives, however busy the machine is.
     program = (
-        "import sys, time, specdeft.text as text; from specdeft.cli import main; "
+        # A shell's background jobs inherit an ignored SIGINT, and so would this process.
+        "import signal, sys, time; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "import specdeft.text as text; from specdeft.cli import main; "
         "take = text.TextAssembler.take; "
         "text.TextAssembler.take = lambda self: (time.sleep(0.1), take(self))[1]; "
         "sys.exit(main(sys.argv[1:]))"
