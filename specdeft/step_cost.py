@@ -123,9 +123,15 @@ def _read(path: Path) -> dict[int, float]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         return {int(size): float(step_ms) for size, step_ms in content["step_ms"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError):
-        return {}
-    except RecursionError:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ):
         return {}
 
 
