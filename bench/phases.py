@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from specdeft import drafting
 from specdeft.bench.workbench import Workbench, tree_request
 from specdeft.config import GenerationConfig
 from specdeft.decoder import SpecDecoder
@@ -63,7 +64,7 @@ class _Watch:
 @contextmanager
 def _watched(watch: _Watch) -> Iterator[None]:
     """Time the parts of every step that runs inside, whichever decoder runs it; not nested."""
-    step, draft, forward = Engine.step, Engine._draft, TargetModel.forward
+    step, draft, forward = Engine.step, drafting.draft_tokens, TargetModel.forward
 
     def timed_step(*arguments: Any, **settings: Any) -> None:
         watch.starts.append(watch.read())
@@ -87,10 +88,10 @@ def _watched(watch: _Watch) -> Iterator[None]:
 
     originals = {
         "step": (Engine, step),
-        "_draft": (Engine, draft),
+        "draft_tokens": (drafting, draft),
         "forward": (TargetModel, forward),
     }
-    timed = {"step": timed_step, "_draft": timed_draft, "forward": timed_forward}
+    timed = {"step": timed_step, "draft_tokens": timed_draft, "forward": timed_forward}
     for name, (owner, _) in originals.items():
         setattr(owner, name, timed[name])
     try:

@@ -25,6 +25,8 @@ class Batch:
         page_table: [B, P] int32, pages that hold every position the generation can reach.
         emitted: [B, E] int64 and counts: [B] int64, tokens of the last step: the first counts[b]
             entries of row b.
+        history: [B, C] int64, tokens by position: the committed ones, then the root at position
+            lengths[b]; what stands behind it means nothing.
     """
 
     sequences: tuple[int, ...]
@@ -34,6 +36,7 @@ class Batch:
     page_table: Tensor
     emitted: Tensor
     counts: Tensor
+    history: Tensor
 
     @classmethod
     def empty(
@@ -48,15 +51,25 @@ class Batch:
             num_levels: most tokens a step can emit (E).
         """
         device, count = target.device, len(sequences)
+        page_table = cache.page_table(list(sequences))
+        # One more than the pages hold: the root is not in them yet.
+        num_positions = page_table.shape[1] * cache.page_size + 1
         return cls(
             sequences=sequences,
             root=torch.zeros(count, dtype=torch.int64, device=device),
             hidden=torch.zeros(count, target.hidden_size, dtype=target.dtype, device=device),
             lengths=torch.zeros(count, dtype=torch.int32, device=device),
-            page_table=cache.page_table(list(sequences)),
+            page_table=page_table,
             emitted=torch.zeros(count, num_levels, dtype=torch.int64, device=device),
             counts=torch.zeros(count, dtype=torch.int64, device=device),
+            history=torch.zeros(count, num_positions, dtype=torch.int64, device=device),
         )
+
+    def record(self, positions: Tensor, tokens: Tensor) -> None:
+        """Write tokens [B, E] to the history at positions [B, E], both int64; past its end they
+        are dropped into its last place, which no sequence that goes on reaches."""
+        last = self.history.shape[1] - 1
+        self.history.scatter_(1, positions.clamp(max=last), tokens)
 
     def restart(self, cache: KVTree, sequences: tuple[int, ...]) -> None:
         """Use the same tensors for other sequences, B as before, before their prefill."""

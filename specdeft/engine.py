@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specdeft import drafting
 from specdeft.accept import accept
 from specdeft.attention import KernelChoice, make_attention
 from specdeft.batch import Batch
@@ -85,6 +86,7 @@ class Engine:
                 make_attention(self.kernels, cache, batch, num_new, None),
                 last_only=True,
             )
+            batch.history[:, start : start + num_new] = chunk
             cache.advance(sequence, num_new)
             batch.lengths += num_new
         depths = torch.zeros(1, dtype=torch.int64, device=prompt.device)
@@ -92,6 +94,7 @@ class Engine:
         batch.root.copy_(choose_tokens(output.logits, position, depths, sampler)[:, 0])
         batch.hidden.copy_(output.hidden[:, 0])
         batch.emitted[:, 0] = batch.root
+        batch.record(position, batch.root[:, None])
         batch.counts.fill_(1)
 
     @torch.inference_mode()
@@ -115,7 +118,7 @@ class Engine:
             sampler: how the target's tokens are chosen.
             max_context: see `attention.make_attention`.
         """
-        tokens = self._draft(batch, tree)
+        tokens = drafting.draft_tokens(self.target, self.heads, batch, tree)
         start = batch.lengths.to(torch.int64)[:, None]
         # Drafted nodes past the last position can never be kept; any valid position will do there.
         positions = (start + tree.depths).clamp(max=self.target.max_context - 1)
@@ -138,19 +141,6 @@ class Engine:
         last = outcome.last_node[:, None, None].expand(-1, 1, output.hidden.shape[-1])
         batch.hidden.copy_(output.hidden.gather(1, last)[:, 0])
         batch.emitted[:, : tree.num_levels] = outcome.emitted
+        batch.record(levels, outcome.emitted)
         torch.add(outcome.num_accepted, 1, out=batch.counts)
         batch.lengths += batch.counts
-
-    def _draft(self, batch: Batch, tree: TreeTensors) -> Tensor:
-        """Tokens of the tree's nodes, [B, N]."""
-        if tree.num_nodes == 1 or self.heads is None:
-            return batch.root[:, None]
-        target = self.target
-        if getattr(self.heads.config, "sequential", False):
-            return self.heads.draft_tree(
-                batch.hidden, batch.root, target.embedding, target.output_layer, tree.draft_levels
-            )
-        drafted = self.heads.draft(
-            batch.hidden, batch.root, target.embedding, target.output_layer, tree.tree.top_k
-        )
-        return tree.fill(batch.root, drafted)
