@@ -18,7 +18,7 @@ from specdeft.bench.html_report import as_html
 from specdeft.bench.manifest import fingerprint
 from specdeft.bench.plots import check_available, save_plots
 from specdeft.bench.report import Report, as_json, as_markdown
-from specdeft.trees.tree_file import write_atomically
+from specdeft.trees.atomic import write_text_atomic
 
 _MIN_FREE_BYTES = 16 * 2**20
 
@@ -65,7 +65,7 @@ class RunFolder:
             self._refuse_other(known, manifest)
             self._records = read_records(self.folder / "records.jsonl")
         else:
-            write_atomically(known, json.dumps(manifest, indent=1) + "\n")
+            write_text_atomic(known, json.dumps(manifest, indent=1) + "\n")
         self._file = (self.folder / "records.jsonl").open("a", encoding="utf-8")
 
     def __enter__(self) -> "RunFolder":
@@ -114,9 +114,9 @@ class RunFolder:
         if self.folder is None:
             return
         try:
-            write_atomically(self.folder / "report.json", as_json(report))
-            write_atomically(self.folder / "report.md", as_markdown(report))
-            write_atomically(self.folder / "report.html", as_html(report))
+            write_text_atomic(self.folder / "report.json", as_json(report))
+            write_text_atomic(self.folder / "report.md", as_markdown(report))
+            write_text_atomic(self.folder / "report.html", as_html(report))
             if self._plots:
                 save_plots(report.charts, self.folder / "plots")
         except OSError as error:

@@ -8,8 +8,6 @@ target.
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -20,27 +18,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specdeft.heads.medusa import HeadsConfig, MedusaHeads
+from specdeft.trees.atomic import write_atomic, write_text_atomic
 
 WEIGHTS_NAME = "model.safetensors"
 CONFIG_NAME = "config.json"
 FORMAT = "specdeft-medusa-1"
 
 
-def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
-    """Call `write` on a temporary name in the same folder, then rename it to `path`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        write(temporary)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def write_json(path: Path, content: Any) -> None:
     """Write `content` as indented JSON, atomically."""
     text = json.dumps(content, indent=1, allow_nan=False) + "\n"
-    write_atomic(path, lambda temporary: _write_text(temporary, text))
+    write_text_atomic(path, text)
 
 
 def save_heads(heads: MedusaHeads, folder: Path, *, dtype: torch.dtype | None = None) -> None:
@@ -155,7 +143,3 @@ def _for_disk(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     if not tensor.is_floating_point():
         return tensor.to(torch.int32).contiguous()
     return (tensor if dtype is None else tensor.to(dtype)).contiguous()
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from specdeft.heads.checkpoint import write_atomic
+from specdeft.trees.atomic import write_atomic
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,11 @@ from specdeft.heads.calibration import (
     top_accuracies,
     tree_values,
 )
-from specdeft.heads.checkpoint import write_atomic
 from specdeft.heads.documents import Documents
 from specdeft.heads.features import IGNORED, Features, extract, tokens_before
 from specdeft.heads.loss import HeadLosses, frozen_output_loss, head_weights, own_output_loss
 from specdeft.heads.medusa import MedusaHeads
+from specdeft.trees.atomic import write_atomic
 
 STATE_NAME = "training_state.pt"
 LOG_NAME = "log.jsonl"

@@ -22,8 +22,8 @@ from specdeft.engine import Engine
 from specdeft.kv_tree import KVTree
 from specdeft.sampling import Sampler
 from specdeft.tree_tensors import TreeTensors
+from specdeft.trees.atomic import write_text_atomic
 from specdeft.trees.token_tree import TokenTree
-from specdeft.trees.tree_file import write_atomically
 from specdeft.user_cache import cache_root, tell
 
 NUM_ROUNDS = 5
@@ -112,7 +112,7 @@ def cached_step_ms(
     step_ms = measure_step_ms(engine, trees, clock)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps({"key": key, "step_ms": step_ms}, indent=1) + "\n")
+        write_text_atomic(path, json.dumps({"key": key, "step_ms": step_ms}, indent=1) + "\n")
     except OSError:
         pass
     return step_ms

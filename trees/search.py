@@ -17,9 +17,9 @@ from heapq import heappop, heappush
 from itertools import pairwise
 from pathlib import Path
 
+from specdeft.trees.atomic import write_text_atomic
 from specdeft.trees.token_tree import TokenTree
 from specdeft.trees.topology import RankPath
-from specdeft.trees.tree_file import write_atomically
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class ValuedPaths:
 
     def save(self, path: str | Path) -> None:
         """Write the JSON file; it appears whole or not at all."""
-        write_atomically(Path(path), self.to_json())
+        write_text_atomic(Path(path), self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> ValuedPaths:

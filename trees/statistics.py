@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from specdeft.trees.atomic import write_text_atomic
 from specdeft.trees.search import ValuedPaths, grow
 from specdeft.trees.token_tree import TokenTree
 from specdeft.trees.topology import RankPath
-from specdeft.trees.tree_file import write_atomically
 
 # How many samples of the path itself weigh as much as the product of marginals. Paths seen far more
 # often keep their own frequency; paths seen once or twice are mostly chance.
@@ -167,7 +167,7 @@ class RankStatistics:
 
     def save(self, path: str | Path) -> None:
         """Write the JSON file; it appears whole or not at all."""
-        write_atomically(Path(path), self.to_json())
+        write_text_atomic(Path(path), self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> RankStatistics:

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from specdeft.trees.atomic import write_text_atomic
 from specdeft.trees.drawing import draw_tree
 from specdeft.trees.mask import mask_words_from_ancestors
 from specdeft.trees.topology import (
@@ -31,7 +32,7 @@ from specdeft.trees.topology import (
     full_paths,
     subtree_ends_of,
 )
-from specdeft.trees.tree_file import read_tree_json, write_atomically
+from specdeft.trees.tree_file import read_tree_json
 
 
 @dataclass(frozen=True)
@@ -276,4 +277,4 @@ class TokenTree:
 
     def save(self, path: str | Path) -> None:
         """Write the JSON file; it appears whole or not at all."""
-        write_atomically(Path(path), self.to_json())
+        write_text_atomic(Path(path), self.to_json())

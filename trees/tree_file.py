@@ -1,11 +1,8 @@
-"""JSON files of token trees: reading with one clear sentence for each mistake, atomic writing."""
+"""JSON files of token trees: reading with one clear sentence for each mistake."""
 
 from __future__ import annotations
 
 import json
-import os
-import uuid
-from pathlib import Path
 from typing import NamedTuple
 
 
@@ -74,18 +71,3 @@ def _integers(value: object, name: str) -> list[int]:
         if type(entry) is not int:
             raise ValueError(f"{name} holds {json.dumps(entry)}; write whole numbers only")
     return value
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write `text` under a temporary name in the same folder, then rename it to `path`."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with temporary.open("x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            # Without this a crash of the machine could leave the new name on an empty file.
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
