@@ -54,7 +54,7 @@ def load_heads(
     tensors = _read_tensors(folder / WEIGHTS_NAME)
     with torch.device("meta"):
         empty = torch.zeros(config.num_logits, dtype=torch.int64)
-        skeleton = MedusaHeads(config, empty if config.output == "reduced" else None)
+        skeleton = MedusaHeads(config, None if config.draft_vocab_size is None else empty)
     _check_tensors(folder / WEIGHTS_NAME, tensors, skeleton.state_dict(), config.vocab_size)
     if "draft_ids" in tensors:
         tensors["draft_ids"] = tensors["draft_ids"].to(torch.int64)

@@ -7,7 +7,8 @@ root of the tree.
     x      = h  [+ E_k rms(embed(root))]   token_input: the root is already decided, so it is free
     x      = x + SiLU(W x + b)             num_layers residual blocks, W and b start at zero
     out    = P_k x                         projection: starts at the identity
-    logits = output layer (out)            shared with the target, reduced (some rows), or own
+    logits = output layer (out)            shared with the target, reduced (some of its rows), or
+                                           own, over the whole or over a draft vocabulary
 
 The projection matters when the output layer is shared: SiLU cannot fall below -0.28, so a residual
 block alone can hardly remove from h what belongs to the *next* token. Every map of all K heads is
@@ -70,12 +71,13 @@ class HeadsConfig:
         if self.output not in get_args(OutputKind):
             kinds = ", ".join(get_args(OutputKind))
             raise ValueError(f"output is {self.output!r}: choose one of {kinds}.")
-        if (self.output == "reduced") != (self.draft_vocab_size is not None):
-            raise ValueError(
-                f"draft_vocab_size is {self.draft_vocab_size} with output {self.output!r}: "
-                "give a size with output='reduced' and none otherwise."
-            )
         size = self.draft_vocab_size
+        needed, allowed = self.output == "reduced", self.output != "shared"
+        if (needed and size is None) or (not allowed and size is not None):
+            raise ValueError(
+                f"draft_vocab_size is {size} with output {self.output!r}: give a size with "
+                "output='reduced', one or none with 'own', none with 'shared'."
+            )
         if size is not None and not 1 <= size <= self.vocab_size:
             raise ValueError(
                 f"draft_vocab_size is {size}: give a number from 1 to the vocabulary size "
@@ -96,8 +98,7 @@ class MedusaHeads(nn.Module):
     draft_ids: Tensor | None
 
     def __init__(self, config: HeadsConfig, draft_ids: Tensor | None = None) -> None:
-        """`draft_ids`: int64 [R], the token ids of a reduced draft vocabulary, needed exactly
-        then."""
+        """`draft_ids`: int64 [R], the token ids of the draft vocabulary where there is one."""
         super().__init__()
         self.config = config
         K, H, n = config.num_heads, config.hidden_size, config.num_layers
@@ -105,7 +106,7 @@ class MedusaHeads(nn.Module):
         self.block_bias = nn.Parameter(torch.zeros(n, K, H))
         self.token_weight = nn.Parameter(torch.zeros(K, H, H)) if config.token_input else None
         self.projection = nn.Parameter(torch.eye(H).repeat(K, 1, 1)) if config.projection else None
-        own = torch.zeros(K, config.vocab_size, H) if config.output == "own" else None
+        own = torch.zeros(K, config.num_logits, H) if config.output == "own" else None
         self.output_weight = nn.Parameter(own) if own is not None else None
         self.register_buffer("draft_ids", _checked_draft_ids(config, draft_ids))
         self._gathered: tuple[Tensor, Tensor] | None = None
@@ -115,7 +116,7 @@ class MedusaHeads(nn.Module):
         """Start the own output layers as copies of the target's."""
         if self.output_weight is None:
             raise ValueError("These heads have no output layer of their own: use output='own'.")
-        self.output_weight.copy_(_weight(output_layer).expand_as(self.output_weight))
+        self.output_weight.copy_(self.output_rows(output_layer).expand_as(self.output_weight))
 
     def states(self, hidden: Tensor, root_embedding: Tensor | None) -> Tensor:
         """What each head hands to the output layer: [K,B,H] from hidden [B,H] and, with
@@ -159,7 +160,7 @@ class MedusaHeads(nn.Module):
         return x if self.projection is None else linear(x, self.projection[head])
 
     def output_rows(self, output_layer: nn.Module) -> Tensor:
-        """The weight [R,H] or [V,H] the heads' logits are read from, out of the target's layer."""
+        """The rows [R,H] or [V,H] of the target's output layer that the heads can draft."""
         weight = _weight(output_layer)
         if self.draft_ids is None:
             return weight
@@ -169,8 +170,8 @@ class MedusaHeads(nn.Module):
         return self._gathered[1]
 
     def logits(self, states: Tensor, output_layer: nn.Module) -> Tensor:
-        """Logits [K,B,V] (reduced: [K,B,R], columns in the order of `draft_ids`) of states
-        [K,B,H]."""
+        """Logits [K,B,V] (over a draft vocabulary [K,B,R], columns in the order of `draft_ids`) of
+        states [K,B,H]."""
         if self.output_weight is not None:
             return torch.bmm(states, self.output_weight.mT)
         if self.draft_ids is None:
@@ -272,7 +273,9 @@ class MedusaHeads(nn.Module):
 
 def _checked_draft_ids(config: HeadsConfig, draft_ids: Tensor | None) -> Tensor | None:
     if (draft_ids is None) != (config.draft_vocab_size is None):
-        raise ValueError("draft_ids go with output='reduced' and only with it: give both or none.")
+        raise ValueError(
+            "draft_ids go with a draft_vocab_size and only with it: give both or none."
+        )
     if draft_ids is None:
         return None
     if draft_ids.shape != (config.draft_vocab_size,):

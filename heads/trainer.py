@@ -163,6 +163,8 @@ def batch_loss(
     embeddings = model.get_input_embeddings()(tokens.T).detach()
     states = heads.states_along(features.hidden[index], embeddings)
     weights = head_weights(K, config.head_decay, labels.device)
+    if heads.draft_ids is not None:
+        labels = in_draft_vocabulary(labels, heads.draft_ids, heads.config.vocab_size)
     if heads.config.output == "own":
         return own_output_loss(heads.logits(states, output), labels, weights)
     teacher = None
@@ -171,9 +173,8 @@ def batch_loss(
         ahead = index.unsqueeze(0) + 1 + torch.arange(K, device=index.device).unsqueeze(1)
         teacher = features.hidden[ahead.clamp(max=len(features) - 1)]
     bias = getattr(output, "bias", None)
-    if heads.draft_ids is not None:
-        labels = in_draft_vocabulary(labels, heads.draft_ids, heads.config.vocab_size)
-        bias = None if bias is None else bias[heads.draft_ids]
+    if bias is not None and heads.draft_ids is not None:
+        bias = bias[heads.draft_ids]
     return frozen_output_loss(
         states,
         labels,

@@ -16,7 +16,8 @@ H, V = 8, 20
 
 
 def make(output: str = "shared", num_heads: int = 2, num_layers: int = 1) -> MedusaHeads:
-    size = 5 if output == "reduced" else None
+    output, _, over = output.partition(" over ")
+    size = 5 if output == "reduced" or over else None
     config = HeadsConfig(
         num_heads,
         num_layers,
@@ -35,7 +36,7 @@ def make(output: str = "shared", num_heads: int = 2, num_layers: int = 1) -> Med
     return heads
 
 
-@pytest.mark.parametrize("output", ["shared", "own", "reduced"])
+@pytest.mark.parametrize("output", ["shared", "own", "reduced", "own over a draft vocabulary"])
 @pytest.mark.parametrize("num_heads", [1, 5])
 @pytest.mark.parametrize("num_layers", [0, 1, 2])
 def test_round_trip(tmp_path: Path, output: str, num_heads: int, num_layers: int) -> None:

@@ -19,7 +19,7 @@ def make(**changes: object) -> MedusaHeads:
         "vocab_size": V,
         **changes,
     }
-    ids = torch.tensor([1, 4, 5, 9, 12, 19]) if settings.get("output") == "reduced" else None
+    ids = torch.tensor([1, 4, 5, 9, 12, 19]) if settings.get("draft_vocab_size") == R else None
     return MedusaHeads(HeadsConfig(**settings), ids)
 
 
@@ -37,14 +37,20 @@ def layers() -> tuple[nn.Embedding, nn.Linear]:
     return nn.Embedding(V, H), nn.Linear(H, V, bias=False)
 
 
-@pytest.mark.parametrize("output", ["shared", "own", "reduced"])
+OUTPUTS = [("shared", None), ("own", None), ("own", R), ("reduced", R)]
+
+
+@pytest.mark.parametrize(("output", "size"), OUTPUTS)
 @pytest.mark.parametrize("token_input", [False, True])
 @pytest.mark.parametrize("projection", [False, True])
 def test_fresh_heads_repeat_the_targets_logits(
-    output: str, token_input: bool, projection: bool, layers: tuple[nn.Embedding, nn.Linear]
+    output: str,
+    size: int | None,
+    token_input: bool,
+    projection: bool,
+    layers: tuple[nn.Embedding, nn.Linear],
 ) -> None:
     embed, out = layers
-    size = R if output == "reduced" else None
     heads = make(
         output=output, token_input=token_input, projection=projection, draft_vocab_size=size
     )
@@ -83,12 +89,11 @@ def test_stacked_heads_equal_heads_one_by_one(num_layers: int) -> None:
         torch.testing.assert_close(states[head], by_hand(heads, hidden, embedding, head))
 
 
-@pytest.mark.parametrize("output", ["shared", "own", "reduced"])
+@pytest.mark.parametrize(("output", "size"), OUTPUTS)
 def test_draft_is_the_best_tokens_of_each_head(
-    output: str, layers: tuple[nn.Embedding, nn.Linear]
+    output: str, size: int | None, layers: tuple[nn.Embedding, nn.Linear]
 ) -> None:
     embed, out = layers
-    size = R if output == "reduced" else None
     heads = randomised(make(output=output, token_input=True, draft_vocab_size=size))
     hidden, root = torch.randn(2, H), torch.tensor([3, 7])
     draft = heads.draft(hidden, root, embed, out, top_k=4)

@@ -68,6 +68,7 @@ def source_for(target: Target, documents: Documents, config: TrainConfig = CONFI
     [
         {"output": "shared"},
         {"output": "own", "projection": False},
+        {"output": "own", "projection": False, "draft_vocab_size": 64},
         {"output": "reduced", "draft_vocab_size": 64},
         {"output": "shared", "token_input": False},
     ],
