@@ -45,8 +45,8 @@ def accept(tree_tokens: Tensor, target_tokens: Tensor, tree: TreeTensors) -> Acc
     confirmed = tree_tokens == target_tokens.index_select(1, tree.parents)
     confirmed[:, 0] = True
     refused_above = (tree.ancestors & ~confirmed[:, None, :]).any(dim=-1)
-    # Siblings hold distinct tokens, so the accepted nodes are one path; were two equal, the first
-    # of the deepest would be taken.
+    # Siblings hold distinct tokens, but for a lookup chain that guesses what the heads guess: every
+    # path that is accepted holds the same tokens, and the first of the deepest is taken.
     last_node = torch.where(refused_above, -1, tree.depths).argmax(dim=-1)
     num_accepted = tree.depths.index_select(0, last_node)
     path = tree.path_nodes.index_select(0, last_node)

@@ -1,28 +1,43 @@
 """Tokens for the nodes of a tree: pure functions on a step's tensors, without a host read."""
 
+import torch
 from torch import Tensor
 
 from specdeft.batch import Batch
 from specdeft.heads.medusa import MedusaHeads
 from specdeft.model import TargetModel
 from specdeft.tree_tensors import TreeTensors
+from specdeft.trees.lookup import look_up
 
 
 def draft_tokens(
     target: TargetModel, heads: MedusaHeads | None, batch: Batch, tree: TreeTensors
 ) -> Tensor:
-    """Tokens of the tree's nodes, [B, N] int64: the roots, and what the heads propose behind them.
+    """Tokens of the tree's nodes, [B, N] int64: the roots, then what the lookup chain and the heads
+    propose behind them.
 
     Args:
         target: whose embedding and output layer the heads read.
-        heads: None leaves the root alone.
+        heads: needed where the tree has nodes of theirs (`Engine.load_tree` sees to it).
         batch: the sequences.
-        tree: which ranks of which heads are wanted.
+        tree: which tokens are wanted.
     """
-    if tree.num_nodes == 1 or heads is None:
-        return batch.root[:, None]
+    num_lookup = tree.tree.num_lookup
+    parts = [batch.root[:, None]]
+    if num_lookup:
+        parts.append(look_up(batch.history, batch.lengths, num_lookup))
+    if heads is not None and tree.num_nodes > num_lookup + 1:
+        parts.append(_draft_by_heads(target, heads, batch, tree))
+    return torch.cat(parts, dim=1)
+
+
+def _draft_by_heads(
+    target: TargetModel, heads: MedusaHeads, batch: Batch, tree: TreeTensors
+) -> Tensor:
+    """Tokens [B, N - 1 - num_lookup] of the nodes that heads propose."""
     embedding, output = target.embedding, target.output_layer
     if getattr(heads.config, "sequential", False):
-        return heads.draft_tree(batch.hidden, batch.root, embedding, output, tree.draft_levels)
+        drafted = heads.draft_tree(batch.hidden, batch.root, embedding, output, tree.draft_levels)
+        return drafted[:, 1:]
     drafted = heads.draft(batch.hidden, batch.root, embedding, output, tree.tree.top_k)
-    return tree.fill(batch.root, drafted)
+    return drafted.flatten(1).index_select(1, tree.draft_index)

@@ -63,7 +63,7 @@ class Engine:
         Raises:
             ValueError: the heads cannot fill it.
         """
-        if tree.num_nodes > 1:
+        if tree.head_tree.num_nodes > 1:
             if self.heads is None:
                 raise ValueError(
                     "this decoder has no draft heads: give heads=... or use the tree of 1 node"

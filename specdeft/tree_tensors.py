@@ -20,8 +20,8 @@ class TreeTensors:
         ancestors: [N, N] bool, row i marks node i and its ancestors.
         mask_words: [N, W] int64, the same rows as 64-bit words.
         path_nodes: [N, E] int64, entry d is the ancestor at depth d for d <= depths.
-        draft_index: [N - 1] int64, where each drafted node's token stands in the flat
-            [K * top_k] list of draft tokens.
+        draft_index: [N - 1 - num_lookup] int64, where the token of each node that a head proposes
+            stands in the flat [K * top_k] list of draft tokens.
         levels: [E] int64, 0 .. E - 1.
         draft_levels: in which order sequential heads fill the tree.
     """
@@ -41,6 +41,7 @@ class TreeTensors:
         """Copy ``tree`` to ``device``."""
         depths = torch.tensor(tree.depths, dtype=torch.int64)
         ranks = torch.tensor(tree.ranks, dtype=torch.int64)
+        by_heads = slice(tree.num_lookup + 1, None)
         parents = torch.tensor(tree.parents, dtype=torch.int64).clamp(min=0)
         return cls(
             tree=tree,
@@ -49,9 +50,9 @@ class TreeTensors:
             ancestors=tree.ancestors().to(device),
             mask_words=tree.mask_words().to(device),
             path_nodes=tree.path_nodes().to(device),
-            draft_index=((depths - 1) * max(tree.top_k, 1) + ranks)[1:].to(device),
+            draft_index=((depths - 1) * max(tree.top_k, 1) + ranks)[by_heads].to(device),
             levels=torch.arange(tree.max_depth + 1, device=device),
-            draft_levels=draft_plan(tree, device),
+            draft_levels=draft_plan(tree.head_tree, device),
         )
 
     @property
@@ -63,8 +64,3 @@ class TreeTensors:
     def num_levels(self) -> int:
         """E, the number of depths: most tokens one step can emit."""
         return self.tree.max_depth + 1
-
-    def fill(self, root: Tensor, draft_tokens: Tensor) -> Tensor:
-        """Token of every node [B, N] from the root tokens [B] and draft tokens [B, K, top_k]."""
-        drafted = draft_tokens.flatten(1).index_select(1, self.draft_index)
-        return torch.cat([root[:, None], drafted], dim=1)

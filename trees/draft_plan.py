@@ -35,7 +35,10 @@ class DraftLevel(NamedTuple):
 
 
 def draft_plan(tree: TokenTree, device: torch.device | str = "cpu") -> tuple[DraftLevel, ...]:
-    """The levels of a tree, from the root; none for the root alone."""
+    """The levels of a tree that the heads propose (`TokenTree.head_tree`), from the root; none for
+    the root alone."""
+    if tree.num_lookup:
+        raise ValueError("the tree has a lookup chain, which no head drafts: plan its head_tree")
     has_children = set(tree.parents[1:])
     levels = []
     standing = {0: 0}

@@ -124,7 +124,9 @@ class RankStatistics:
         return grow(lambda path: self.next_rank_shares(path, shrinkage), max_paths)
 
     def expected_tau(self, tree: TokenTree, shrinkage: float = DEFAULT_SHRINKAGE) -> float:
-        """Expected tokens a step of any tree; paths the statistics do not cover add nothing."""
+        """Expected tokens a step of what the heads propose of a tree; paths that the statistics do
+        not cover add nothing."""
+        tree = tree.head_tree
         values = [1.0] + [0.0] * (tree.num_nodes - 1)
         for node in range(1, tree.num_nodes):
             parent, rank = tree.parents[node], tree.ranks[node]
@@ -236,11 +238,13 @@ def _count_rows(rows: Tensor, goes_on: Tensor) -> dict[RankPath, PathCount]:
 
 
 def accepted_depths(tree: TokenTree, ranks: Tensor) -> Tensor:
-    """Acceptance length of `tree` on every sample: int64 [samples], the bonus token excluded.
+    """Acceptance length of what the heads propose of `tree` on every sample: int64 [samples], the
+    bonus token excluded.
 
     ranks: int64 [samples, K] as for `count_ranks`, K >= the tree's depth; a rank the tree does not
     hold ends the walk.
     """
+    tree = tree.head_tree
     tree.validate_for(num_heads=ranks.shape[1])
     # One column more than ranks in the tree: every rank it lacks leads there, and nowhere on.
     stop = tree.num_nodes

@@ -1,9 +1,11 @@
 """The token tree: which guesses are verified together in one step of the target.
 
 Node 0 is the root, the last token already decided. Every other node is a drafted token: its depth d
-says which head proposed it (head d - 1), its rank which of that head's best tokens it is. Nodes
-stand in depth-first order, parents before children and siblings by rank, so that the nodes below a
-node are a contiguous range and equal trees are equal objects.
+says which head proposed it (head d - 1), its rank which of that head's best tokens it is. A tree
+may also hold a lookup chain, tokens copied from what followed the same words earlier in the text
+(`lookup`): it hangs at the root, before all other children. Nodes stand in depth-first order,
+parents before children and siblings by rank, so that the nodes below a node are a contiguous range
+and equal trees are equal objects.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from specdeft.trees.mask import mask_words_from_ancestors
 from specdeft.trees.topology import (
     MAX_NODES,
     RankPath,
+    check_lookup,
     check_parents,
     check_paths,
     close_prefixes,
@@ -40,13 +43,15 @@ class TokenTree:
     """Topology of N nodes in depth-first order; checked once, here.
 
     parents: N numbers; parents[0] == -1 and 0 <= parents[i] < i.
-    ranks: N numbers; ranks[i] is the rank inside the top-k of head depth - 1. The root is proposed
-        by no head and its entry is -1; nothing reads it.
+    ranks: N numbers; ranks[i] is the rank inside the top-k of head depth - 1. The root and the
+        lookup chain are proposed by no head and their entries are -1; nothing reads them.
+    num_lookup: nodes 1 .. num_lookup are the lookup chain.
     Raises ValueError for anything else, naming the node.
     """
 
     parents: tuple[int, ...]
     ranks: tuple[int, ...]
+    num_lookup: int = 0
 
     def __post_init__(self) -> None:
         check_parents(self.parents)
@@ -55,6 +60,10 @@ class TokenTree:
                 f"the tree has {len(self.parents)} parents but {len(self.ranks)} ranks; "
                 "give one rank a node"
             )
+        if self.num_lookup:
+            check_lookup(self.parents, self.ranks, self.num_lookup)
+            _ = self.head_tree  # checks the rest
+            return
         order, ranks = depth_first(self.parents, self.ranks)
         if order != list(range(len(self.parents))) or ranks != self.ranks:
             raise ValueError(
@@ -106,6 +115,23 @@ class TokenTree:
         """Every combination: each node at depth d has widths[d] children. [] is the root alone."""
         return cls._from_sorted_paths(full_paths(widths))
 
+    def with_lookup(self, num_lookup: int) -> TokenTree:
+        """The same heads' nodes beside a lookup chain of ``num_lookup`` tokens; 0 takes it away."""
+        heads = self.head_tree
+        if not 0 <= num_lookup <= MAX_NODES - heads.num_nodes:
+            raise ValueError(
+                f"a lookup chain of {num_lookup} tokens cannot be added; give a number from 0 to "
+                f"{MAX_NODES - heads.num_nodes}"
+            )
+        if num_lookup == 0:
+            return heads
+        moved = (parent + num_lookup if parent else 0 for parent in heads.parents[1:])
+        return TokenTree(
+            (*range(-1, num_lookup), *moved),
+            (*[-1] * (num_lookup + 1), *heads.ranks[1:]),
+            num_lookup,
+        )
+
     @classmethod
     def _from_sorted_paths(cls, paths: Sequence[RankPath]) -> TokenTree:
         """Tree from prefix-closed paths in lexicographic order, which is depth-first order."""
@@ -129,8 +155,17 @@ class TokenTree:
 
     @cached_property
     def max_depth(self) -> int:
-        """Number of heads the tree needs; 0 for the root alone."""
+        """Most drafted tokens a step can accept; 0 for the root alone."""
         return max(self.depths)
+
+    @cached_property
+    def head_tree(self) -> TokenTree:
+        """The tree without its lookup chain: its depth is the number of heads it needs."""
+        chain = self.num_lookup
+        if not chain:
+            return self
+        moved = (max(parent - chain, 0) for parent in self.parents[chain + 1 :])
+        return TokenTree((-1, *moved), (-1, *self.ranks[chain + 1 :]))
 
     @cached_property
     def top_k(self) -> int:
@@ -139,7 +174,7 @@ class TokenTree:
 
     @cached_property
     def paths(self) -> tuple[RankPath, ...]:
-        """Rank path of every node; () for the root."""
+        """Rank path of every node; () for the root, and -1 for every step of the lookup chain."""
         paths: list[RankPath] = [()]
         for parent, rank in zip(self.parents[1:], self.ranks[1:], strict=True):
             paths.append((*paths[parent], rank))
@@ -208,16 +243,18 @@ class TokenTree:
             raise ValueError(f"max_depth is {max_depth}; give 0 (the root alone) or more")
         if max_depth >= self.max_depth:
             return self
-        return self._from_sorted_paths([p for p in self.paths[1:] if len(p) <= max_depth])
+        kept = [path for path in self.head_tree.paths[1:] if len(path) <= max_depth]
+        return self._from_sorted_paths(kept).with_lookup(min(self.num_lookup, max_depth))
 
     def validate_for(self, num_heads: int, top_k: int | None = None) -> None:
         """Raise ValueError when the tree asks for more than the heads propose.
 
         num_heads: heads available, so the largest depth. top_k: tokens a head can propose.
         """
-        if self.max_depth > num_heads:
+        depth = self.head_tree.max_depth
+        if depth > num_heads:
             raise ValueError(
-                f"the tree is {self.max_depth} deep but there are {num_heads} heads; "
+                f"the tree is {depth} deep but there are {num_heads} heads; "
                 f"prune it to depth {num_heads} or load heads for {self.max_depth} positions"
             )
         if top_k is not None and self.top_k > top_k:
@@ -229,40 +266,47 @@ class TokenTree:
     # ---- text and files
 
     def summary(self) -> str:
-        """One line: size, depth, leaves, widest rank, nodes per depth and the content hash."""
+        """One line: size, depth, leaves, widest rank, lookup, nodes per depth, content hash."""
         levels = "/".join(map(str, self.nodes_per_depth[1:])) or "root only"
+        lookup = f"lookup {self.num_lookup}, " if self.num_lookup else ""
         return (
             f"{self.num_nodes} nodes, depth {self.max_depth} ({levels}), {self.num_leaves} leaves, "
-            f"top-{self.top_k}, {self.content_hash}"
+            f"top-{self.top_k}, {lookup}{self.content_hash}"
         )
 
     def draw(self, labels: Sequence[str] | None = None, *, ascii_only: bool = False) -> str:
         """Draw the tree, a line for every leaf and a column for every depth.
 
-        labels: N strings, e.g. the drafted tokens; the ranks when left out. ascii_only: plain
-        characters in place of box-drawing ones.
+        labels: N strings, e.g. the drafted tokens; when left out the ranks, and = for the lookup
+        chain. ascii_only: plain characters in place of box-drawing ones.
         """
         if labels is None:
-            labels = ["o" if ascii_only else "●", *map(str, self.ranks[1:])]
+            ranks = ("=" if rank < 0 else str(rank) for rank in self.ranks[1:])
+            labels = ["o" if ascii_only else "●", *ranks]
         if len(labels) != self.num_nodes:
             raise ValueError(f"{len(labels)} labels for {self.num_nodes} nodes; give one a node")
         return draw_tree(self.parents, self.depths, labels, ascii_only=ascii_only)
 
     def to_json(self) -> str:
-        """JSON text `{"paths": [[0], [0, 0], ..]}`; `from_json` gives the equal tree back."""
-        return json.dumps({"paths": self.paths[1:]}) + "\n"
+        """JSON text `{"paths": [[0], [0, 0], ..]}`, with `"lookup": 8` for a lookup chain of 8;
+        `from_json` gives the equal tree back."""
+        lookup = {"lookup": self.num_lookup} if self.num_lookup else {}
+        return json.dumps({"paths": self.head_tree.paths[1:], **lookup}) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> TokenTree:
         """Tree from JSON: a list of rank paths, or an object with one of `paths`, `widths`,
-        `parents` (with `ranks`, if wanted). Raises ValueError, in one sentence, for anything else.
+        `parents` (with `ranks`, if wanted), and `lookup`, the length of a lookup chain, if wanted.
+        Raises ValueError, in one sentence, for anything else.
         """
         fields = read_tree_json(text)
         if fields.paths is not None:
-            return cls.from_paths(fields.paths)
-        if fields.widths is not None:
-            return cls.full(fields.widths)
-        return cls.from_parents(fields.parents or [], fields.ranks)
+            tree = cls.from_paths(fields.paths)
+        elif fields.widths is not None:
+            tree = cls.full(fields.widths)
+        else:
+            tree = cls.from_parents(fields.parents or [], fields.ranks)
+        return tree.with_lookup(fields.lookup)
 
     @classmethod
     def load(cls, path: str | Path) -> TokenTree:

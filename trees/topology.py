@@ -34,6 +34,22 @@ def check_parents(parents: Sequence[int]) -> None:
             _raise_for_backward_edge(parents, node)
 
 
+def check_lookup(parents: Sequence[int], ranks: Sequence[int], num_lookup: int) -> None:
+    """Raise ValueError unless nodes 1 .. `num_lookup` are a chain of their own below the root."""
+    end = num_lookup + 1
+    if not 0 <= num_lookup < len(parents):
+        raise ValueError(
+            f"a lookup chain of {num_lookup} nodes does not fit a tree of {len(parents)} nodes; "
+            f"give a number from 0 to {len(parents) - 1}"
+        )
+    is_chain = all(parents[node] == node - 1 and ranks[node] == -1 for node in range(end))
+    if not is_chain or any(1 <= parent < end for parent in parents[end:]):
+        raise ValueError(
+            f"nodes 1 to {num_lookup} are not a lookup chain at the root with ranks -1 and nothing "
+            "else below; add one to a tree with TokenTree.with_lookup"
+        )
+
+
 def _raise_for_backward_edge(parents: Sequence[int], node: int) -> None:
     """Say whether the edge from `node` to a later parent closes a cycle or is only out of order."""
     seen: list[int] = []

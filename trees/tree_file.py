@@ -7,12 +7,14 @@ from typing import NamedTuple
 
 
 class TreeFields(NamedTuple):
-    """What a tree file said; exactly one of paths, widths and parents is set."""
+    """What a tree file said; exactly one of paths, widths and parents is set, and lookup is 0 where
+    the file does not name it."""
 
     paths: list[list[int]] | None
     widths: list[int] | None
     parents: list[int] | None
     ranks: list[int] | None
+    lookup: int
 
 
 def read_tree_json(text: str) -> TreeFields:
@@ -41,11 +43,11 @@ def _fields_of(content: dict[str, object]) -> TreeFields:
     if len(kinds) != 1:
         found = " and ".join(kinds) or "none"
         raise ValueError(f"it must have one of the keys paths, widths, parents; it has {found}")
-    allowed = {"paths", "widths", "parents", "ranks"}
+    allowed = {"paths", "widths", "parents", "ranks", "lookup"}
     unknown = sorted(set(content) - allowed)
     if unknown:
         raise ValueError(
-            f"key {unknown[0]!r} is not known; use paths, widths, or parents and ranks"
+            f"key {unknown[0]!r} is not known; use paths, widths, or parents and ranks, and lookup"
         )
     if "ranks" in content and "parents" not in content:
         raise ValueError("ranks go with parents; with paths or widths leave them out")
@@ -54,6 +56,7 @@ def _fields_of(content: dict[str, object]) -> TreeFields:
         widths=_integers(content["widths"], "widths") if "widths" in content else None,
         parents=_integers(content["parents"], "parents") if "parents" in content else None,
         ranks=_integers(content["ranks"], "ranks") if "ranks" in content else None,
+        lookup=_integers([content.get("lookup", 0)], "lookup")[0],
     )
 
 
