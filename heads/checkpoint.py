@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
+from specdeft.heads.formats.files import open_tensors, read_json
+from specdeft.heads.formats.folder import member
 from specdeft.heads.medusa import HeadsConfig, MedusaHeads
 from specdeft.trees.atomic import write_atomic, write_text_atomic
 
@@ -51,7 +52,8 @@ def load_heads(
     """Read heads; ValueError says what is wrong with the folder or that they fit another model."""
     config = read_config(folder)
     _check_target(config, hidden_size, vocab_size)
-    tensors = _read_tensors(folder / WEIGHTS_NAME)
+    stored = open_tensors(member(folder, WEIGHTS_NAME))
+    tensors = {name: read() for name, read in stored.items()}
     with torch.device("meta"):
         empty = torch.zeros(config.num_logits, dtype=torch.int64)
         skeleton = MedusaHeads(config, None if config.draft_vocab_size is None else empty)
@@ -71,11 +73,8 @@ def read_config(folder: Path) -> HeadsConfig:
             f"{folder} holds no heads: {CONFIG_NAME} is missing; give a folder written by "
             "`specdeft train`."
         )
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not JSON ({error}): write the heads again.") from error
-    if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
+    content = read_json(member(folder, CONFIG_NAME))
+    if content.pop("format", None) != FORMAT:
         raise ValueError(f"{path} is not a config of heads: its format must be {FORMAT!r}.")
     known = {field.name for field in fields(HeadsConfig)}
     if unknown := sorted(set(content) - known):
@@ -99,17 +98,6 @@ def _check_target(config: HeadsConfig, hidden_size: int | None, vocab_size: int 
                 f"These heads are for {what} {ours} but the model has {target}: "
                 f"use heads trained on this model.{base}"
             )
-
-
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    if not path.is_file():
-        raise ValueError(f"{path.parent} holds no {path.name}: write the heads again.")
-    try:
-        return load_file(path)
-    except (SafetensorError, ValueError) as error:
-        raise ValueError(
-            f"{path} is not a whole safetensors file ({error}): fetch or write it again."
-        ) from error
 
 
 def _check_tensors(

@@ -262,13 +262,16 @@ class MedusaHeads(nn.Module):
         device: torch.device | str = "cpu",
         hidden_size: int | None = None,
         vocab_size: int | None = None,
+        output_weight: Tensor | None = None,
     ) -> MedusaHeads:
-        """Read heads written by `save`; the two sizes are the target's and are checked if given."""
-        from specdeft.heads.checkpoint import load_heads
+        """Read heads written by `save`, or of any format in heads/formats; the sizes are the
+        target's and are checked if given, and so is its output weight [V,H], which heads of other
+        formats share if theirs is the same."""
+        from specdeft.heads.formats.load import load_any_heads
+        from specdeft.heads.formats.parts import TargetSizes
 
-        return load_heads(
-            Path(folder), dtype=dtype, device=device, hidden_size=hidden_size, vocab_size=vocab_size
-        )
+        target = TargetSizes(hidden_size, vocab_size, output_weight)
+        return load_any_heads(Path(folder), target, dtype=dtype, device=device)
 
 
 def _checked_draft_ids(config: HeadsConfig, draft_ids: Tensor | None) -> Tensor | None:

@@ -110,7 +110,7 @@ def load_heads(heads: str | Path | None, loaded: LoadedTarget) -> LoadedHeads | 
     """
     if heads is None:
         return None
-    folder = Path(heads)
+    folder = Path(heads).expanduser()
     if str(heads) == "auto":
         folder = _SHIPPED_HEADS / loaded.name
         if loaded.name not in DEFAULT_MODELS or not folder.is_dir():
@@ -122,6 +122,7 @@ def load_heads(heads: str | Path | None, loaded: LoadedTarget) -> LoadedHeads | 
         device=output_layer.weight.device,
         hidden_size=loaded.model.config.get_text_config().hidden_size,
         vocab_size=output_layer.weight.shape[0],
+        output_weight=output_layer.weight if output_layer.weight.is_floating_point() else None,
     )
     values = folder / TREE_VALUES_FILE
     return LoadedHeads(module, ValuedPaths.load(values) if values.is_file() else None)

@@ -113,7 +113,7 @@ def test_truncated_weights_are_refused(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("{", "not JSON"),
-        ("[]", "not a config of heads"),
+        ("[]", "no JSON object"),
         ('{"format": "other"}', "not a config of heads"),
         ('{"format": "specdeft-medusa-1", "num_heads": 2}', "incomplete"),
         ('{"format": "specdeft-medusa-1", "colour": 2}', "unknown"),
