@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, fields
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,15 @@ def save_heads(heads: MedusaHeads, folder: Path, *, dtype: torch.dtype | None = 
 def load_heads(
     folder: Path,
     *,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = torch.float32,
     device: torch.device | str = "cpu",
     hidden_size: int | None = None,
     vocab_size: int | None = None,
 ) -> MedusaHeads:
-    """Read heads; ValueError says what is wrong with the folder or that they fit another model."""
+    """Read heads; ValueError says what is wrong with the folder or that they fit another model.
+
+    dtype: None keeps that of the file, the widest where there are several.
+    """
     config = read_config(folder)
     _check_target(config, hidden_size, vocab_size)
     stored = open_tensors(member(folder, WEIGHTS_NAME))
@@ -61,6 +65,9 @@ def load_heads(
     if "draft_ids" in tensors:
         tensors["draft_ids"] = tensors["draft_ids"].to(torch.int64)
     skeleton.load_state_dict(tensors, strict=True, assign=True)
+    if dtype is None:
+        floats = (x.dtype for x in tensors.values() if x.is_floating_point())
+        dtype = reduce(torch.promote_types, floats)
     heads = skeleton.to(device=device, dtype=dtype)
     return heads.eval().requires_grad_(False)
 

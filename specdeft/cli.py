@@ -11,6 +11,7 @@ import specdeft
 _COMMANDS = {
     "generate": ("specdeft.generate_command", "continue a prompt, streamed; --compare checks it"),
     "train": ("specdeft.train_command", "train draft heads for a model from its own text"),
+    "export": ("specdeft.export_command", "write heads for vLLM, TGI, TensorRT-LLM, or to publish"),
     "bench": ("specdeft.bench.cli", "measure acceptance, identity and speed"),
 }
 EXIT_BAD_INPUT = 2

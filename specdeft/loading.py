@@ -102,6 +102,11 @@ def load_target(
     return LoadedTarget(model.eval(), tokenizer, str(name))
 
 
+def shipped_heads(name: str) -> Path:
+    """Where the heads of an embedded model are, if it has any."""
+    return _SHIPPED_HEADS / name
+
+
 def load_heads(heads: str | Path | None, loaded: LoadedTarget) -> LoadedHeads | None:
     """The heads for a model; "auto" is the shipped ones for an embedded model, else none.
 
@@ -112,7 +117,7 @@ def load_heads(heads: str | Path | None, loaded: LoadedTarget) -> LoadedHeads | 
         return None
     folder = Path(heads).expanduser()
     if str(heads) == "auto":
-        folder = _SHIPPED_HEADS / loaded.name
+        folder = shipped_heads(loaded.name)
         if loaded.name not in DEFAULT_MODELS or not folder.is_dir():
             return None
     output_layer = loaded.model.get_output_embeddings()

@@ -24,13 +24,14 @@ def declared(config: dict[str, Any]) -> Declared:
     content = block if isinstance(block, dict) else config
     # In a base model's config these two are the attention heads' and the decoder layers' numbers.
     plain = config.get("model_type") == "medusa"
-    found = [
+    heads, layers = (
         next((content[key] for key in keys[: None if plain else 2] if key in content), None)
         for keys in (_HEADS, _LAYERS)
-    ]
+    )
     base, size = config.get("base_model_name_or_path"), config.get("vocab_size")
     return Declared(
-        *found,
+        num_heads=heads,
+        num_layers=layers,
         base_model=base if isinstance(base, str) else "",
         vocab_size=size if type(size) is int else None,
     )

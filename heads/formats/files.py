@@ -62,7 +62,7 @@ def open_tensors(path: Path) -> Tensors:
 
 def _open_safetensors(path: Path) -> Tensors:
     try:
-        handle = safe_open(path, framework="pt")
+        handle: Any = safe_open(path, framework="pt")
         names = list(handle.keys())
     except (SafetensorError, OSError, ValueError) as error:
         raise ValueError(

@@ -19,7 +19,7 @@ def load_any_heads(
     path: Path,
     target: TargetSizes = TargetSizes(),  # noqa: B008 - frozen
     *,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = torch.float32,
     device: torch.device | str = "cpu",
 ) -> MedusaHeads:
     """Heads ready to draft, frozen.
@@ -28,14 +28,13 @@ def load_any_heads(
         path: a folder or a file; the format is recognised from what is in it.
         target: what is known of the model; with its output weight, heads whose output layers equal
             it share it.
-        dtype, device: of the result.
+        dtype: of the result; None keeps that of the file, the widest where there are several.
+        device: of the result.
 
     Raises:
         ValueError: it holds no heads, damaged ones, ones of another model, or in a format with
             something that cannot be represented; the message names it.
     """
-    if not path.exists():
-        raise ValueError(f"{path} holds no heads: there is nothing of that name.")
     heads = _own(path, target, dtype) if is_own(path) else _imported(path, target, dtype)
     for name, tensor in heads.named_parameters():
         if not bool(torch.isfinite(tensor).all()):
@@ -45,19 +44,27 @@ def load_any_heads(
     return heads.to(device=device).eval().requires_grad_(False)
 
 
-def _own(path: Path, target: TargetSizes, dtype: torch.dtype) -> MedusaHeads:
-    sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
-    return load_heads(path, dtype=dtype, **sizes)
+def stored_dtype(path: Path) -> torch.dtype:
+    """The dtype of the heads in their file, the widest where there are several."""
+    if is_own(path):
+        return load_heads(path, dtype=None).block_weight.dtype
+    return read_heads(path).parts.dtype
 
 
-def _imported(path: Path, target: TargetSizes, dtype: torch.dtype) -> MedusaHeads:
+def _own(path: Path, target: TargetSizes, dtype: torch.dtype | None) -> MedusaHeads:
+    return load_heads(
+        path, dtype=dtype, hidden_size=target.hidden_size, vocab_size=target.vocab_size
+    )
+
+
+def _imported(path: Path, target: TargetSizes, dtype: torch.dtype | None) -> MedusaHeads:
     found = read_heads(path)
     said = declared(found.config)
     if target.vocab_size is None and (
         found.parts.output is None or found.parts.token_ids is not None
     ):
         target = TargetSizes(target.hidden_size, said.vocab_size, target.output_weight)
-    return to_heads(found.parts, target, said.base_model, dtype)
+    return to_heads(found.parts, target, said.base_model, dtype or found.parts.dtype)
 
 
 def is_own(path: Path) -> bool:

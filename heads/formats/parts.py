@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, replace
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -33,6 +34,12 @@ class HeadParts:
     bias: Tensor | None
     output: Tensor | None
     token_ids: Tensor | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The widest of the floating-point tensors'."""
+        tensors = [x for x in (self.weight, self.bias, self.output) if x is not None and len(x)]
+        return reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
 
     @property
     def num_heads(self) -> int:

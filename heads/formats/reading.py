@@ -40,6 +40,11 @@ def read_heads(path: Path) -> Found:
     Raises:
         ValueError: there are none, they are not whole, or something is in them that no format has.
     """
+    if not path.exists():
+        raise ValueError(
+            f"{path} holds no heads: there is nothing of that name; give a folder written by "
+            "`specdeft train`, or a folder or file of heads in another project's format."
+        )
     if path.is_dir():
         config = path / "config.json"
         content = read_json(member(path, config.name)) if config.is_file() else {}
@@ -82,7 +87,7 @@ class _Reader(NamedTuple):
                 for block in range(shape.num_blocks)
                 for head in shape.heads
             ]
-            return torch.stack(rows).unflatten(0, (shape.num_blocks, len(shape.heads)))
+            return torch.stack(rows).view(shape.num_blocks, len(shape.heads), *size)
 
         return stacked("weight", (H, H)), stacked("bias", (H,)) if shape.bias else None
 
@@ -134,7 +139,7 @@ class _Reader(NamedTuple):
                 "these heads are damaged or of several models."
             )
         if tensor.dtype in _FLOAT8:
-            tensor = tensor.float() * self._scale(name)
+            tensor = torch.mul(tensor.float(), self._scale(name))
         elif tensor.dtype not in _FLOATS:
             raise ValueError(
                 f"{self.path}: {name} has the dtype {tensor.dtype}: give float16, bfloat16, "

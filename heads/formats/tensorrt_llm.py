@@ -7,7 +7,10 @@ Source: https://github.com/NVIDIA/TensorRT-LLM, tensorrt_llm/models/medusa/weigh
 
 from __future__ import annotations
 
+from specdeft.heads.formats import fasterdecoding
+from specdeft.heads.formats.content import Content, Source
 from specdeft.heads.formats.layout import Layout
+from specdeft.heads.formats.parts import HeadParts
 
 CHECKPOINT = Layout(
     "TensorRT-LLM checkpoint",
@@ -15,3 +18,10 @@ CHECKPOINT = Layout(
     output="{head}.lm_head.weight",
     prefix="medusa_heads.",
 )
+
+
+def write(source: Source, parts: HeadParts) -> Content:
+    """What its converter reads: FasterDecoding's names, as safetensors."""
+    parts = fasterdecoding.own_outputs(source, parts)
+    config = fasterdecoding.config_of(source)
+    return Content(fasterdecoding.LAYOUT, "medusa_lm_head.safetensors", parts, config)

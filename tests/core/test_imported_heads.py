@@ -1,0 +1,121 @@
+"""Heads of every format inside the decoder: the text stays plain decoding's, token for token."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdeft import SpecDecoder
+from specdeft.cli import main
+from specdeft.heads.formats.content import Source
+from specdeft.heads.formats.writing import WRITERS, export_heads
+from specdeft.heads.medusa import HeadsConfig, MedusaHeads
+from specdeft.trees.token_tree import TokenTree
+from tests.core.test_generate_command import save_tokenizer
+from tests.core.tiny import VOCAB_SIZE, tiny_model
+
+TREE = TokenTree.full([3, 2, 1])
+PROMPT = "Hello there"
+
+
+@pytest.fixture(scope="module", params=["llama", "llama-tied"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp(request.param)
+    tiny_model(request.param).save_pretrained(path)
+    save_tokenizer(path, chat=False)
+    return path
+
+
+def made(output: str) -> MedusaHeads:
+    torch.manual_seed(0)
+    heads = MedusaHeads(HeadsConfig(3, 1, 64, VOCAB_SIZE, output, base_model="tiny"))
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    return heads.requires_grad_(False)
+
+
+@pytest.mark.parametrize("to", list(WRITERS))
+@pytest.mark.parametrize("output", ["shared", "own"])
+def test_exported_heads_decode_losslessly(
+    folder: Path, tmp_path: Path, to: str, output: str
+) -> None:
+    plain = SpecDecoder.from_pretrained(folder, dtype="float32")
+    layer = plain.model.get_output_embeddings()
+    export_heads(Source(made(output), layer, "tiny"), to, tmp_path / "heads")
+    decoder = SpecDecoder.from_pretrained(
+        folder, heads=tmp_path / "heads", dtype="float32", tree=TREE
+    )
+    assert decoder.heads is not None
+    assert decoder.heads.config.output == output
+    for settings in ({}, {"temperature": 1.0, "seed": 3}):
+        ours = decoder.generate(PROMPT, max_new_tokens=40, **settings)
+        assert ours.token_ids == plain.generate(PROMPT, max_new_tokens=40, **settings).token_ids
+        assert ours.stats.tau >= 1
+
+
+def run(capsys: Any, *arguments: str) -> tuple[int, str, str]:
+    code = main(list(arguments))
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_the_command_exports_and_generate_reads(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    made("shared").save(tmp_path / "ours")
+    out = tmp_path / "vllm"
+    code, text, err = run(
+        capsys, "export", str(tmp_path / "ours"), "--to", "vllm", "--model", str(folder),
+        "--out", str(out),
+    )  # fmt: skip
+    assert code == 0, err
+    assert "read again and found equal" in text
+    assert '"method": "medusa"' in text
+    tree = tmp_path / "tree.json"
+    TREE.save(tree)
+    code, _, err = run(
+        capsys, "generate", PROMPT, "--model", str(folder), "--heads", str(out), "--dtype",
+        "float32", "--tree", str(tree), "--max-new-tokens", "20", "--compare",
+    )  # fmt: skip
+    assert code == 0, err
+    assert "identical to plain decoding: yes" in err
+
+
+def test_a_file_of_any_format_can_be_exported_again(
+    folder: Path, tmp_path: Path, capsys: Any
+) -> None:
+    made("own").save(tmp_path / "ours")
+    previous = str(tmp_path / "ours")
+    for to in ("fasterdecoding", "tgi", "vllm", "tensorrt-llm", "hub"):
+        out = str(tmp_path / to)
+        code, _, err = run(
+            capsys, "export", previous, "--to", to, "--out", out, "--base-model", "lab/tiny"
+        )
+        assert code == 0, err
+        previous = out
+    again, ours = MedusaHeads.load(tmp_path / "hub"), MedusaHeads.load(tmp_path / "ours")
+    assert again.config.base_model == "lab/tiny"
+    for name, tensor in ours.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["ours", "--to", "vllm", "--out", "out"], "--model"),
+        (["smollm2-135m", "--to", "vllm", "--out", "out"], "--no-token-input"),
+        (["nowhere", "--to", "vllm", "--out", "out"], "nothing of that name"),
+        (["ours", "--to", "tgi", "--out", "ours", "--base-model", "a/b"], "not empty"),
+        (["ours", "--to", "tgi", "--out", "out", "--report", "r.md"], "--to hub"),
+    ],
+)
+def test_refusals_are_one_sentence(
+    tmp_path: Path, capsys: Any, monkeypatch: Any, arguments: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made("shared").save("ours")
+    code, text, err = run(capsys, "export", *arguments)
+    assert (code, text) == (2, "")
+    assert message in err
+    assert err.startswith("specdeft: ")
+    assert err.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ours"]
