@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from specdeft.heads.formats import writing
 from specdeft.heads.formats.content import Source
 from specdeft.heads.formats.hub import export_to_hub
 from specdeft.heads.formats.writing import WRITERS, export_heads
@@ -47,7 +46,8 @@ def make(num_heads: int = 3, num_layers: int = 1, *, bias: bool = True, **change
 
 def logits(heads: MedusaHeads, output: nn.Linear) -> Tensor:
     hidden = torch.randn(5, H, generator=torch.Generator().manual_seed(9))
-    return heads(hidden, torch.zeros(5, dtype=torch.int64), nn.Embedding(V, H), output)
+    rows: Tensor = heads(hidden, torch.zeros(5, dtype=torch.int64), nn.Embedding(V, H), output)
+    return rows
 
 
 def load(folder: Path, output: nn.Linear | None = None) -> MedusaHeads:
@@ -270,15 +270,14 @@ def test_a_write_that_changed_something_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One bit of one bias differs in the file: nothing is left behind."""
-    write = writing.save_file
 
     def wrong(tensors: dict[str, Tensor], *rest: Any, **more: Any) -> None:
         tensors["1.0.linear.bias"][3] = torch.nextafter(
             tensors["1.0.linear.bias"][3], torch.tensor(9.0)
         )
-        write(tensors, *rest, **more)
+        save_file(tensors, *rest, **more)
 
-    monkeypatch.setattr(writing, "save_file", wrong)
+    monkeypatch.setattr("specdeft.heads.formats.writing.save_file", wrong)
     with pytest.raises(ValueError, match="not what was written"):
         export_heads(Source(make(output="own"), None, BASE), "tgi", tmp_path / "out")
     assert not any(tmp_path.iterdir())
