@@ -20,12 +20,14 @@ from torch import Tensor
 from specdeft.heads.documents import Documents
 from specdeft.heads.features import Features, extract, tokens_before
 from specdeft.heads.medusa import MedusaHeads
+from specdeft.trees.lookup import look_up
 from specdeft.trees.search import ValuedPaths, best_tree
 from specdeft.trees.statistics import accepted_depths, count_ranks
 from specdeft.trees.token_tree import TokenTree
 
 NUM_RANKS = 32
 MAX_PATHS = 256
+MAX_LOOKUP = 16  # tokens of a lookup chain that are valued
 VALUES_NAME = "tree_values.json"
 SAMPLED_VALUES_NAME = "tree_values_t0.7.json"
 
@@ -64,6 +66,42 @@ def head_ranks(
         hit = drafted == labels.unsqueeze(-1)
         parts.append(torch.where(hit.any(-1), hit.int().argmax(-1), num_ranks))
     return torch.cat(parts).cpu()
+
+
+class LookupDepths(NamedTuple):
+    """Per row, int64 [M] on the CPU: how many tokens of a lookup chain come true, and how many true
+    tokens of it exist before the answer ends."""
+
+    depth: Tensor
+    num_known: Tensor
+
+
+@torch.inference_mode()
+def lookup_depths(
+    documents: Documents,
+    document: Tensor,
+    *,
+    num_tokens: int = MAX_LOOKUP,
+    device: torch.device | str = "cpu",
+) -> LookupDepths:
+    """What `look_up` would have guessed at every row of the documents, by the very same function.
+
+    document: int64 [M], the document of each row (`Features.document`).
+    """
+    depths, counts = [], []
+    for index in document.unique_consecutive().tolist():
+        tokens, learn, _ = (part.to(device) for part in documents.padded(torch.tensor([index])))
+        # A row's root is a token to learn; what follows it, as far as it is to be learnt, is known.
+        roots = learn[0, 1:].nonzero().squeeze(1) + 1
+        ahead = roots[:, None] + 1 + torch.arange(num_tokens, device=roots.device)
+        inside = ahead < tokens.shape[1]
+        ahead = ahead.clamp(max=tokens.shape[1] - 1)
+        known = (inside & learn[0, ahead]).cummin(dim=1).values
+        guessed = look_up(tokens.expand(len(roots), -1), roots, num_tokens)
+        right = ((guessed == tokens[0, ahead]) & known).cummin(dim=1).values
+        depths.append(right.sum(1).cpu())
+        counts.append(known.sum(1).cpu())
+    return LookupDepths(torch.cat(depths), torch.cat(counts))
 
 
 def tree_values(

@@ -24,20 +24,27 @@ from specdeft.trees.topology import RankPath
 
 @dataclass(frozen=True)
 class ValuedPaths:
-    """Rank paths by falling value, every path after its prefixes.
+    """Rank paths by falling value, every path after its prefixes; and what lookup adds to them.
 
     paths: P distinct non-empty rank paths. values: P numbers in [0, 1], not rising.
+    lookup: entry j is the share of positions at which the first j + 1 tokens of a lookup chain
+        come true, not rising; empty where lookup was not measured.
+    unlooked: with lookup P numbers, the share of each path where the lookup chain is wrong by the
+        path's depth: what the path is still worth beside the chain, at most its value.
     Raises ValueError when the order, a value or a missing prefix breaks this.
     """
 
     paths: tuple[RankPath, ...]
     values: tuple[float, ...]
+    lookup: tuple[float, ...] = ()
+    unlooked: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.paths) != len(self.values):
             raise ValueError(
                 f"there are {len(self.paths)} paths but {len(self.values)} values; give one a path"
             )
+        self._check_lookup()
         for path, value in zip(self.paths, self.values, strict=True):
             if not 0.0 <= value <= 1.0:
                 raise ValueError(
@@ -56,10 +63,25 @@ class ValuedPaths:
                 )
             seen.add(path)
 
+    def _check_lookup(self) -> None:
+        if len(self.unlooked) != (len(self.paths) if self.lookup else 0):
+            raise ValueError(
+                f"there are {len(self.unlooked)} values beside the lookup chain for "
+                f"{len(self.paths)} paths; give one a path with lookup and none without"
+            )
+        if any(not 0.0 <= share <= 1.0 for share in (*self.lookup, *self.unlooked)):
+            raise ValueError("a share beside or of the lookup chain lies outside 0 to 1")
+        if any(later > earlier for earlier, later in pairwise(self.lookup)):
+            raise ValueError("the shares of the lookup chain rise; a longer chain holds less often")
+        if any(beside > value for beside, value in zip(self.unlooked, self.values, strict=False)):
+            raise ValueError("a path is worth more beside the lookup chain than alone")
+
     def to_json(self) -> str:
         """JSON text; the values are rounded to 9 digits, which keeps their order."""
-        rounded = [round(value, 9) for value in self.values]
-        return json.dumps({"paths": self.paths, "values": rounded}) + "\n"
+        content: dict[str, object] = {"paths": self.paths}
+        for name in ("values", "lookup", "unlooked"):
+            content[name] = [round(value, 9) for value in getattr(self, name)]
+        return json.dumps(content) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> ValuedPaths:
@@ -68,11 +90,13 @@ class ValuedPaths:
             fields = json.loads(text)
             paths = tuple(tuple(map(int, path)) for path in fields["paths"])
             values = tuple(map(float, fields["values"]))
-        except (TypeError, KeyError, ValueError) as error:
+            lookup = tuple(map(float, fields.get("lookup", ())))
+            unlooked = tuple(map(float, fields.get("unlooked", ())))
+        except (TypeError, KeyError, ValueError, AttributeError) as error:
             raise ValueError(
                 "the text is not valued paths: write an object with paths and values"
             ) from error
-        return cls(paths, values)
+        return cls(paths, values, lookup, unlooked)
 
     def save(self, path: str | Path) -> None:
         """Write the JSON file; it appears whole or not at all."""

@@ -222,6 +222,53 @@ def count_ranks(ranks: Tensor, num_ranks: int, num_known: Tensor | None = None) 
     )
 
 
+def with_lookup(
+    valued: ValuedPaths,
+    ranks: Tensor,
+    num_known: Tensor,
+    lookup_depth: Tensor,
+    lookup_known: Tensor,
+    shrinkage: float = DEFAULT_SHRINKAGE,
+) -> ValuedPaths:
+    """The valued paths with what a lookup chain holds of the same samples beside them.
+
+    ranks, num_known: as for `count_ranks`. lookup_depth: int64 [samples], how many tokens of a
+    chain of M come true. lookup_known: int64 [samples], how many of the M true tokens exist. A path
+    seen rarely is shrunk towards all paths of its depth.
+    """
+    unlooked: dict[RankPath, float] = {}
+    for depth in range(1, ranks.shape[1] + 1):
+        known = num_known >= depth
+        starts = ranks[known, :depth]
+        missed = lookup_depth[known] < depth
+        counts = _count_rows(starts, missed)
+        held = [path for path in valued.paths if len(path) == depth]
+        seen = [counts.get(path, _UNSEEN) for path in held]
+        hits = sum(count.hits for count in seen)
+        prior = sum(count.trials for count in seen) / hits if hits else 1.0
+        for path, count in zip(held, seen, strict=True):
+            weight = count.hits + shrinkage
+            unlooked[path] = (count.trials + shrinkage * prior) / weight if weight else 1.0
+    return ValuedPaths(
+        valued.paths,
+        valued.values,
+        _survival(lookup_depth, lookup_known),
+        tuple(
+            value * unlooked[path] for path, value in zip(valued.paths, valued.values, strict=True)
+        ),
+    )
+
+
+def _survival(depth: Tensor, num_known: Tensor) -> tuple[float, ...]:
+    """Share of samples that hold 1, 2, .. tokens, each depth judged where its token exists."""
+    shares, share = [], 1.0
+    for length in range(1, int(num_known.max()) + 1 if len(num_known) else 1):
+        reached = (depth >= length - 1) & (num_known >= length)
+        share *= float((depth[reached] >= length).double().mean()) if bool(reached.any()) else 0.0
+        shares.append(share)
+    return tuple(shares)
+
+
 def _count_rows(rows: Tensor, goes_on: Tensor) -> dict[RankPath, PathCount]:
     """How often each row of int64 [n, d] occurs, and how often with goes_on (bool [n]) set."""
     if rows.shape[1] == 0:
