@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from specdeft.bench.charts import BarChart, Chart, HeatMap, LineChart, TreeChart
-from specdeft.bench.svg import shorten, tree_places
+from specdeft.bench.svg import shorten
+from specdeft.trees.drawing import tree_places
 
 _SIZE_INCHES = (6.0, 4.0)
 _DPI = 150

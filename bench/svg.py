@@ -4,10 +4,11 @@ The drawings are narrow (380 units) and are shown one to one on a phone, side by
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 
 from specdeft.bench.charts import BarChart, Chart, HeatMap, LineChart, Point, TreeChart, ticks
+from specdeft.trees.drawing import tree_places
 
 WIDTH = 380
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 10, 8, 38
@@ -226,17 +227,3 @@ def _tree(chart: TreeChart) -> str:
             f'style="--shade:{math.sqrt(share):.3f}"><title>{path}: {share:.1%}</title></circle>'
         )
     return _svg(height, body, chart.title)
-
-
-def tree_places(parents: Sequence[int], depths: Sequence[int]) -> list[tuple[float, int]]:
-    """(x in 0..1, depth) of every node: leaves evenly in order, a parent above its children."""
-    children: Mapping[int, list[int]] = {node: [] for node in range(len(parents))}
-    for node, parent in enumerate(parents):
-        if parent >= 0:
-            children[parent].append(node)
-    leaves = [node for node in range(len(parents)) if not children[node]]
-    x = {node: (index + 0.5) / len(leaves) for index, node in enumerate(leaves)}
-    for node in reversed(range(len(parents))):
-        if children[node]:
-            x[node] = (x[children[node][0]] + x[children[node][-1]]) / 2
-    return [(x[node], depths[node]) for node in range(len(parents))]

@@ -122,14 +122,21 @@ def top_accuracies(ranks: Tensor, num_known: Tensor) -> dict[str, list[float]]:
     }
 
 
-def replay(ranks: Tensor, document: Tensor, tree: TokenTree) -> Replay:
-    """Decode the known texts with `tree`: ranks [M,K] of consecutive rows, document [M] not
-    falling.
+def replay(
+    ranks: Tensor, document: Tensor, tree: TokenTree, lookup_depth: Tensor | None = None
+) -> Replay:
+    """Decode the known texts with `tree`: ranks [M,K] of consecutive rows, document [M], and
+    lookup_depth int64 [M] (`lookup_depths`), which a tree with a lookup chain needs.
 
     Row i holds the root of token i of an answer; a step at row i emits depth + 1 tokens and goes on
     at row i + depth + 1. The prompt's own forward emits the first token and is not a step.
     """
-    gains = (accepted_depths(tree, ranks) + 1).tolist()
+    if tree.num_lookup and lookup_depth is None:
+        raise ValueError("the tree has a lookup chain: give the lookup depths of the rows too.")
+    gained = accepted_depths(tree, ranks)
+    if tree.num_lookup and lookup_depth is not None:
+        gained = torch.maximum(gained, lookup_depth.clamp(max=tree.num_lookup))
+    gains = (gained + 1).tolist()
     ids, lengths = document.cpu().unique_consecutive(return_counts=True)
     taus, kept, tokens, steps, start = [], [], 0, 0, 0
     for number, length in zip(ids.tolist(), lengths.tolist(), strict=True):

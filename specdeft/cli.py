@@ -12,6 +12,7 @@ _COMMANDS = {
     "generate": ("specdeft.generate_command", "continue a prompt, streamed; --compare checks it"),
     "train": ("specdeft.train_command", "train draft heads for a model from its own text"),
     "export": ("specdeft.export_command", "write heads for vLLM, TGI, TensorRT-LLM, or to publish"),
+    "tree": ("specdeft.tree_command", "draw token trees, find the best ones, compare them"),
     "bench": ("specdeft.bench.cli", "measure acceptance, identity and speed"),
 }
 EXIT_BAD_INPUT = 2

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 
@@ -64,6 +64,20 @@ def draw_tree(
         else:
             lines.append(line.rstrip())
     return "\n".join(lines)
+
+
+def tree_places(parents: Sequence[int], depths: Sequence[int]) -> list[tuple[float, int]]:
+    """(x in 0..1, depth) of every node: leaves evenly in order, a parent above its children."""
+    children: Mapping[int, list[int]] = {node: [] for node in range(len(parents))}
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            children[parent].append(node)
+    leaves = [node for node in range(len(parents)) if not children[node]]
+    x = {node: (index + 0.5) / len(leaves) for index, node in enumerate(leaves)}
+    for node in reversed(range(len(parents))):
+        if children[node]:
+            x[node] = (x[children[node][0]] + x[children[node][-1]]) / 2
+    return [(x[node], depths[node]) for node in range(len(parents))]
 
 
 def _printable(label: str, *, ascii_only: bool) -> str:

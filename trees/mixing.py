@@ -60,6 +60,13 @@ def expected_mix(valued: ValuedPaths, tree: TokenTree) -> float:
     )
 
 
+def share_of_nodes(valued: ValuedPaths, tree: TokenTree) -> list[float]:
+    """How often each of the N nodes' guesses come true, 1 for the root; 0 where it is not known."""
+    known = dict(zip(valued.paths, valued.values, strict=True))
+    lookup = [*valued.lookup, *[0.0] * tree.num_lookup][: tree.num_lookup]
+    return [1.0, *lookup, *(known.get(path, 0.0) for path in tree.head_tree.paths[1:])]
+
+
 def _expected(valued: ValuedPaths, chain: int, num_nodes: int) -> float:
     best = _plan(valued, chain).best
     return 1.0 + sum(valued.lookup[:chain]) + float(best[0, num_nodes - 1 - chain])

@@ -10,7 +10,8 @@ from specdeft.bench.charts import BarChart, HeatMap, LineChart, TreeChart, cumul
 from specdeft.bench.html_report import as_html
 from specdeft.bench.report import Report, Table
 from specdeft.bench.run_folder import RunFolder
-from specdeft.bench.svg import WIDTH, draw, shorten, tree_places
+from specdeft.bench.svg import WIDTH, draw, shorten
+from specdeft.trees.drawing import tree_places
 from specdeft.trees.named import named_tree
 
 DEFT = named_tree("deft-64")

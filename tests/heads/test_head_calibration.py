@@ -12,6 +12,7 @@ from specdeft.heads.calibration import (
     VALUES_NAME,
     calibrate,
     head_ranks,
+    lookup_depths,
     repeat_rate,
     replay,
     top_accuracies,
@@ -95,3 +96,24 @@ def test_calibration_writes_values_for_both_temperatures(tmp_path: Path, target:
         assert max(map(len, values.paths)) <= 3
         assert report[name]["documents"] == 20
         assert report[name]["replayed_tau"]["64"] >= report[name]["replayed_tau"]["4"] >= 1
+
+
+def test_lookup_depths_by_hand() -> None:
+    """Prompt 5 6 7; the answer says 5 6 7 5 6 9, then the text ends."""
+    ids = [[5, 6, 7, 5, 6, 7, 5, 6, 9], [1, 2, 3, 3, 3]]
+    learn = [[False] * 3 + [True] * 6, [False] * 2 + [True] * 3]
+    found = lookup_depths(from_lists(ids, learn), torch.tensor([0] * 6 + [1] * 3), num_tokens=4)
+    # Behind 5: 6 7 5 6. Behind 5 6: 7 5 6, and 9 where 7 was guessed; and so on. Behind the 3,
+    # which nothing matches, 3 is guessed.
+    assert found.depth.tolist() == [4, 3, 2, 1, 0, 0, 2, 1, 0]
+    assert found.num_known.tolist() == [4, 4, 3, 2, 1, 0, 2, 1, 0]
+
+
+def test_replay_with_a_lookup_chain_takes_the_deeper_part() -> None:
+    tree = TokenTree.from_paths([(0,), (0, 0)]).with_lookup(3)
+    ranks = torch.tensor([[0, 0], [9, 9], [9, 9], [0, 9], [9, 9], [9, 9], [9, 9]])
+    lookup = torch.tensor([0, 0, 0, 5, 0, 0, 0])
+    # 2 + 1 tokens by the heads, then 3 + 1 by the chain, of which the text holds 3: 2 steps for 6.
+    assert replay(ranks, torch.zeros(7, dtype=torch.int64), tree, lookup).tau == 6 / 2
+    with pytest.raises(ValueError, match="lookup depths"):
+        replay(ranks, torch.zeros(7, dtype=torch.int64), tree)

@@ -1,4 +1,4 @@
-"""The node budget between heads and lookup: optimal by brute force, exact on the samples counted."""
+"""The node budget between heads and lookup: best by brute force, exact on the samples counted."""
 
 from __future__ import annotations
 
