@@ -75,6 +75,31 @@ def own_output_loss(logits: Tensor, labels: Tensor, weights: Tensor) -> HeadLoss
     return HeadLosses((per_head * weights).sum(), per_head.detach(), counts)
 
 
+def _hard(logits: Tensor, targets: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """(cross entropies float32 [M], their gradient in the logits x scale, in the logits' dtype)."""
+    x = logits.float()
+    log_sum = x.logsumexp(dim=1)
+    losses = log_sum - x.gather(1, targets.unsqueeze(1)).squeeze(1)
+    here = torch.arange(x.shape[1], device=x.device) == targets.unsqueeze(1)
+    difference = (x - log_sum.unsqueeze(1)).exp() - here.to(x.dtype)
+    return losses, (difference * scale.unsqueeze(1)).to(logits.dtype)
+
+
+def _soft(
+    logits: Tensor, wanted: Tensor, scale: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """The same against the distribution softmax(wanted / temperature)."""
+    x, share = logits.float().log_softmax(dim=1), (wanted.float() / temperature).softmax(dim=1)
+    difference = (x.exp() - share) * scale.unsqueeze(1)
+    return -(share * x).sum(dim=1), difference.to(logits.dtype)
+
+
+# What lies between the two products is bound by memory: fused, it reads and writes each logit once
+# or twice instead of some ten times.
+_hard_compiled = torch.compile(_hard, dynamic=False)
+_soft_compiled = torch.compile(_soft, dynamic=False)
+
+
 class _FrozenCrossEntropy(torch.autograd.Function):
     """(sum of scale [K,M] x cross entropies, cross entropies [K,M]); only the first is
     differentiable, and its gradient in the states is made in the forward."""
@@ -101,20 +126,15 @@ class _FrozenCrossEntropy(torch.autograd.Function):
         rows = max(1, chunk_logits // weight.shape[0])
         for start in range(0, K * M, rows):
             part = slice(start, start + rows)
-            logits = linear(flat[part].to(weight.dtype), weight, bias).float()
-            logits -= logits.logsumexp(dim=1, keepdim=True)
+            logits = linear(flat[part].to(weight.dtype), weight, bias)
             if flat_teacher is None:
-                index = targets[part].unsqueeze(1)
-                losses[part] = -logits.gather(1, index).squeeze(1)
-                difference = logits.exp_()
-                difference.scatter_add_(1, index, -torch.ones_like(index, dtype=difference.dtype))
+                rule = _hard_compiled if logits.is_cuda else _hard
+                losses[part], difference = rule(logits, targets[part], flat_scale[part])
             else:
-                wanted = linear(flat_teacher[part].to(weight.dtype), weight, bias).float()
-                wanted = wanted.div_(temperature).softmax(dim=1)
-                losses[part] = -(wanted * logits).sum(dim=1)
-                difference = logits.exp_().sub_(wanted)
-            difference *= flat_scale[part].unsqueeze(1)
-            gradient[part] = difference.to(weight.dtype) @ weight
+                wanted = linear(flat_teacher[part].to(weight.dtype), weight, bias)
+                rule = _soft_compiled if logits.is_cuda else _soft
+                losses[part], difference = rule(logits, wanted, flat_scale[part], temperature)
+            gradient[part] = difference @ weight
         losses = losses.view(K, M)
         ctx.save_for_backward(gradient.view(K, M, H))
         ctx.mark_non_differentiable(losses)

@@ -93,6 +93,8 @@ class HeadsConfig:
 class MedusaHeads(nn.Module):
     """K heads, stacked. Fresh heads repeat the target's own next-token logits exactly."""
 
+    MATRICES = ("block_weight", "token_weight", "projection")  # from one hidden state to another
+
     block_weight: nn.Parameter
     block_bias: nn.Parameter
     draft_ids: Tensor | None

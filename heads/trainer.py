@@ -29,6 +29,7 @@ from specdeft.heads.documents import Documents
 from specdeft.heads.features import IGNORED, Features, extract, tokens_before
 from specdeft.heads.loss import HeadLosses, frozen_output_loss, head_weights, own_output_loss
 from specdeft.heads.medusa import MedusaHeads
+from specdeft.heads.muon import Muon
 from specdeft.trees.atomic import write_atomic
 
 STATE_NAME = "training_state.pt"
@@ -41,6 +42,7 @@ class TrainConfig:
     """How the heads are trained. Lengths are in steps of `batch_rows` positions."""
 
     loss: Literal["hard", "soft"] = "hard"
+    optimizer: Literal["muon", "adamw"] = "adamw"
     soft_temperature: float = 0.7
     head_decay: float = 0.8
     learning_rate: float = 2e-3
@@ -152,6 +154,22 @@ def learning_rate(config: TrainConfig, step: int, num_steps: int) -> float:
     return config.learning_rate * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
+def new_optimizer(heads: MedusaHeads, config: TrainConfig) -> torch.optim.Optimizer:
+    """The optimizer that the configuration names, over all parameters of the heads."""
+    rate, decay = config.learning_rate, config.weight_decay
+    if config.optimizer == "muon":
+        names = dict(heads.named_parameters())
+        matrices = [names.pop(name) for name in heads.MATRICES if name in names]
+        return Muon(matrices, names.values(), lr=rate, weight_decay=decay)
+    return torch.optim.AdamW(
+        heads.parameters(),
+        lr=rate,
+        betas=(0.9, 0.98),
+        weight_decay=decay,
+        fused=heads.block_bias.is_cuda,
+    )
+
+
 def batch_loss(
     model: Any, heads: MedusaHeads, config: TrainConfig, features: Features, index: Tensor
 ) -> HeadLosses:
@@ -221,12 +239,7 @@ class Trainer:
     def run(self, *, resume: bool = False) -> dict[str, Any]:
         """Train to the end; returns the record of losses and accuracies."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        optimizer = torch.optim.AdamW(
-            self.heads.parameters(),
-            lr=self.config.learning_rate,
-            betas=(0.9, 0.98),
-            weight_decay=self.config.weight_decay,
-        )
+        optimizer = new_optimizer(self.heads, self.config)
         first = self._resume(optimizer) if resume else 0
         if first == 0:
             self.num_steps = self._planned_steps()
