@@ -13,6 +13,8 @@ Source of the fused form: https://arxiv.org/abs/2410.10989 (Liger Kernel), secti
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -94,10 +96,12 @@ def _soft(
     return -(share * x).sum(dim=1), difference.to(logits.dtype)
 
 
-# What lies between the two products is bound by memory: fused, it reads and writes each logit once
-# or twice instead of some ten times.
-_hard_compiled = torch.compile(_hard, dynamic=False)
-_soft_compiled = torch.compile(_soft, dynamic=False)
+@cache
+def _rule(soft: bool, fused: bool) -> Callable[..., tuple[Tensor, Tensor]]:
+    """What lies between the two products. It is bound by memory: fused, on a GPU, it reads each
+    logit twice and writes it once, instead of some ten passes."""
+    rule = _soft if soft else _hard
+    return torch.compile(rule, dynamic=False) if fused else rule
 
 
 class _FrozenCrossEntropy(torch.autograd.Function):
@@ -128,11 +132,11 @@ class _FrozenCrossEntropy(torch.autograd.Function):
             part = slice(start, start + rows)
             logits = linear(flat[part].to(weight.dtype), weight, bias)
             if flat_teacher is None:
-                rule = _hard_compiled if logits.is_cuda else _hard
+                rule = _rule(soft=False, fused=logits.is_cuda)
                 losses[part], difference = rule(logits, targets[part], flat_scale[part])
             else:
                 wanted = linear(flat_teacher[part].to(weight.dtype), weight, bias)
-                rule = _soft_compiled if logits.is_cuda else _soft
+                rule = _rule(soft=True, fused=logits.is_cuda)
                 losses[part], difference = rule(logits, wanted, flat_scale[part], temperature)
             gradient[part] = difference @ weight
         losses = losses.view(K, M)

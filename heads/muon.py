@@ -65,9 +65,10 @@ class Muon(torch.optim.Optimizer):
         assert gradient is not None
         if not state:
             state["momentum"] = torch.zeros_like(parameter)
-        average = state["momentum"].lerp_(gradient, 1 - group["momentum"])
+        average: Tensor = state["momentum"].lerp_(gradient, 1 - group["momentum"])
         ahead = gradient.lerp(average, group["momentum"])
-        return orthogonalised(ahead) * (0.2 * math.sqrt(max(parameter.shape[-2:])))
+        size = 0.2 * math.sqrt(max(parameter.shape[-2:]))
+        return size * orthogonalised(ahead)
 
     def _adam(self, parameter: Tensor) -> Tensor:
         state, gradient = self.state[parameter], parameter.grad
@@ -78,15 +79,16 @@ class Muon(torch.optim.Optimizer):
             state["second"] = torch.zeros_like(parameter)
         first, second = _ADAM_BETAS
         state["step"] += 1
-        mean = state["first"].lerp_(gradient, 1 - first) / (1 - first ** state["step"])
+        mean: Tensor = state["first"].lerp_(gradient, 1 - first) / (1 - first ** state["step"])
         square = state["second"].lerp_(gradient.square(), 1 - second)
-        return mean / ((square / (1 - second ** state["step"])).sqrt() + _EPSILON)
+        update: Tensor = mean / ((square / (1 - second ** state["step"])).sqrt() + _EPSILON)
+        return update
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:
     """[..., a, b] -> the same shape with singular values near 1 (0.7 to 1.2), in bf16 on a GPU."""
     a, b, c = _COEFFICIENTS
-    x = matrices.to(torch.bfloat16) if matrices.is_cuda else matrices.float()
+    x: Tensor = matrices.to(torch.bfloat16) if matrices.is_cuda else matrices.float()
     wide = x.shape[-2] <= x.shape[-1]
     x = x if wide else x.mT
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)

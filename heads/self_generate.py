@@ -14,8 +14,8 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -26,6 +26,7 @@ from specdeft.heads.documents import Documents, join
 from specdeft.heads.prompts import passage_prompts, short_prompts
 from specdeft.heads.sampler import Limits, Request, TextWriter, Written
 from specdeft.heads.target import Target, Turn, chat_turn, load_target
+from specdeft.heads.text_store import TextStore
 
 _MAX_PERIOD = 48  # the longest loop looked for, in tokens
 _MIN_LOOP = 24  # tokens that must repeat in a row before a text counts as looping
@@ -68,19 +69,33 @@ class SelfGenerator:
         self.turn = chat_turn(self.target)
 
     def next_wave(self) -> Documents:
-        """Write one more wave."""
-        number, self.wave = self.wave, self.wave + 1
-        rng = random.Random(self.plan.seed * 1_000_003 + number)
-        # Long waves need enough answers to cut passages from.
-        is_long = (number + 1) % self.plan.long_every == 0 and len(self.passages) > 8
+        """Write one more wave; it follows from the plan and the waves before it alone."""
+        is_long, requests = self._next_requests()
         writer = self._writer(is_long)
-        requests = self._long_requests(rng) if is_long else self._short_requests(rng)
         fitting = [r for r in requests if writer.limits.positions(r) <= writer.num_positions]
+        writer.generator.manual_seed(self.plan.seed * 1_000_003 + self.wave)
         texts = writer.write(fitting)
-        keep = loop_free_lengths(texts)
+        documents = self._documents(texts, fitting, loop_free_lengths(texts))
+        self.dropped += len(requests) - len(documents)
+        self._finish(documents, is_long)
+        return documents
+
+    def adopt(self, documents: Documents) -> None:
+        """Take over the next wave as it was written before, and go on as if it had been written
+        now."""
+        is_long, _ = self._next_requests()
+        self._finish(documents, is_long)
+
+    def _next_requests(self) -> tuple[bool, list[Request]]:
+        rng = random.Random(self.plan.seed * 1_000_003 + self.wave)
+        # Long waves need enough answers to cut passages from.
+        is_long = (self.wave + 1) % self.plan.long_every == 0 and len(self.passages) > 8
+        return is_long, self._long_requests(rng) if is_long else self._short_requests(rng)
+
+    def _finish(self, documents: Documents, is_long: bool) -> None:
         if not is_long:
-            self._remember(texts, keep, rng)
-        return self._documents(texts, fitting, keep)
+            self._remember(documents)
+        self.wave += 1
 
     def _writer(self, is_long: bool) -> TextWriter:
         """The writer of one kind of wave, kept: its buffers and captured steps are used again."""
@@ -142,15 +157,18 @@ class SelfGenerator:
         text: str = self.target.tokenizer.decode(ids[:wanted], skip_special_tokens=True)
         return " ".join(text.split()) if rng.random() < 0.7 else text.strip()
 
-    def _remember(self, texts: Written, keep: Tensor, rng: random.Random) -> None:
-        long_ones = (keep - texts.prompt_length >= _MIN_PASSAGE_PART).nonzero().squeeze(1).tolist()
+    def _remember(self, documents: Documents) -> None:
+        rng = random.Random(f"passages {self.plan.seed} {self.wave}")
+        # Of every document the answer is the last part: what is learnt.
+        ends = documents.offsets[1:]
+        counts = documents.learn.int().cumsum(0)[ends - 1].diff(prepend=ends.new_zeros(1))
+        long_ones = (counts >= _MIN_PASSAGE_PART).nonzero().squeeze(1).tolist()
         rows = rng.sample(long_ones, min(len(long_ones), 4096))
-        answers = [texts.tokens[i, texts.prompt_length[i] : keep[i]].tolist() for i in rows]
+        answers = [documents.tokens[ends[i] - counts[i] : ends[i]].tolist() for i in rows]
         self.passages = answers + self.passages[:8192]
 
     def _documents(self, texts: Written, requests: Sequence[Request], keep: Tensor) -> Documents:
         chosen = keep - texts.prompt_length >= _MIN_ANSWER
-        self.dropped += len(requests) - int(chosen.sum())
         tokens, keep, prompt = texts.tokens[chosen], keep[chosen], texts.prompt_length[chosen]
         place = torch.arange(tokens.shape[1])
         inside = place < keep.unsqueeze(1)
@@ -189,23 +207,31 @@ def run_lengths(flags: Tensor) -> Tensor:
 
 
 def self_generate(
-    target: Target, plan: GenerationPlan, *, on_wave: Callable[[Documents], None] | None = None
+    target: Target, plan: GenerationPlan, store: TextStore | None = None
 ) -> Documents:
-    """Write `plan.count` texts (fewer if the time limit ends first, never less than one wave)."""
+    """Write `plan.count` texts (fewer if the time limit ends first, never less than one wave).
+
+    With a `store` every wave is kept as soon as it is written, and the waves that are already there
+    are taken over: a run that was killed goes on with the wave it died in, to the same texts.
+    """
     generator, began = SelfGenerator(target, plan), time.monotonic()
-    parts: list[Documents] = []
+    parts = [] if store is None else store.waves()
+    for documents in parts:
+        generator.adopt(documents)
+    adopted = len(parts)
     with tqdm(total=plan.count, desc="self-generate", unit="text") as bar:
+        bar.update(sum(map(len, parts)))
         while bar.n < plan.count:
-            spent = time.monotonic() - began
+            spent, written = time.monotonic() - began, len(parts) - adopted
             # The next wave takes about as long as the mean so far.
-            if plan.time_limit_s and parts and spent * (1 + 1 / len(parts)) > plan.time_limit_s:
+            if plan.time_limit_s and written and spent * (1 + 1 / written) > plan.time_limit_s:
                 break
             documents = generator.next_wave()
+            if store is not None:
+                store.add(documents)
             parts.append(documents)
             bar.update(len(documents))
             bar.set_postfix(tokens=sum(len(part.tokens) for part in parts))
-            if on_wave is not None:
-                on_wave(documents)
     return join(parts)
 
 
@@ -217,6 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--wave-rows", type=int, default=256, help="texts written at once")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, required=True, help="safetensors file to write")
+    parser.add_argument("--resume", action="store_true", help="go on where a run was stopped")
     options = parser.parse_args(arguments)
     plan = GenerationPlan(
         options.count,
@@ -224,7 +251,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         long_wave_rows=max(1, options.wave_rows // 2),
         seed=options.seed,
     )
-    self_generate(load_target(options.model), plan).save(options.output)
+    target = load_target(options.model)
+    store = TextStore.open(
+        options.output.with_suffix(".waves"), asdict(plan), target.name, resume=options.resume
+    )
+    self_generate(target, plan, store).save(options.output)
+    store.remove()
     return 0
 
 

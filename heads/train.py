@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import transformers
 
+from specdeft.heads import curves
 from specdeft.heads.calibration import calibrate
 from specdeft.heads.checkpoint import save_heads, write_json
 from specdeft.heads.documents import Documents, join, read_jsonl
@@ -30,9 +31,11 @@ from specdeft.heads.features import Features, extract
 from specdeft.heads.medusa import HeadsConfig, MedusaHeads
 from specdeft.heads.self_generate import GenerationPlan, self_generate
 from specdeft.heads.target import Target, load_target
+from specdeft.heads.text_store import TextStore
 from specdeft.heads.trainer import FeatureSource, TrainConfig, Trainer, frequent_ids
 
 RECORD_NAME = "training_record.json"
+RUN_NAME = "run.json"
 
 
 @dataclass(frozen=True)
@@ -130,8 +133,12 @@ def _documents(options: argparse.Namespace, target: Target) -> Documents:
         long_wave_rows=max(1, options.wave_rows // 2),
         seed=options.seed,
     )
-    documents = self_generate(target, plan)
+    store = TextStore.open(
+        options.output / "waves", asdict(plan), target.name, resume=options.resume
+    )
+    documents = self_generate(target, plan, store)
     documents.save(kept)
+    store.remove()
     return documents
 
 
@@ -139,6 +146,7 @@ def run(
     options: argparse.Namespace, command: Sequence[str], folder_of: Callable[[str], str]
 ) -> dict[str, Any]:
     """The whole command: texts, heads, calibration, record."""
+    remove_temporaries(options.output)
     target = load_target(folder_of(options.model), label=Path(options.model).name)
     documents = _documents(options, target)
     training, held_out = documents.split(options.held_out, options.seed)
@@ -158,6 +166,8 @@ def run(
         epochs=options.epochs,
         max_steps=options.max_steps,
         time_limit_s=options.time_limit_s,
+        evaluate_every=options.evaluate_every,
+        save_every=options.save_every,
         seed=options.seed,
     )
     heads, coverage = new_heads(target, shape, training)
@@ -178,6 +188,8 @@ def run(
         "calibration": calibrated,
     }
     write_json(options.output / RECORD_NAME, record)
+    if curves.draw(options.output) is None:
+        sys.stderr.write(f"specdeft train: {curves.MISSING}\n")
     return record
 
 
@@ -230,9 +242,27 @@ def _parser() -> argparse.ArgumentParser:
     add("--epochs", type=int, default=config.epochs)
     add("--max-steps", type=int)
     add("--time-limit-s", type=float, help="fit the number of steps into so many seconds")
+    add(
+        "--evaluate-every",
+        type=int,
+        default=config.evaluate_every,
+        metavar="STEPS",
+        help="measure on held-out texts",
+    )
+    add(
+        "--save-every",
+        type=int,
+        default=config.save_every,
+        metavar="STEPS",
+        help="keep what --resume goes on from",
+    )
     add("--seed", type=int, default=config.seed)
     add("--resume", action="store_true", help="go on from the state in --output")
-    add("--config", type=Path, help="JSON object with any of these options (dashes as _)")
+    add(
+        "--config",
+        type=Path,
+        help="JSON object with any of these options (dashes as _), such as the run.json of a run",
+    )
     return parser
 
 
@@ -242,13 +272,10 @@ def main(arguments: Sequence[str] | None = None, folder_of: Callable[[str], str]
     `folder_of` turns a model's name into what transformers can load.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    parser = _parser()
-    options, _ = _config_option().parse_known_args(arguments)
-    if options.config is not None:
-        parser.set_defaults(**json.loads(options.config.read_text(encoding="utf-8")))
     try:
-        parsed = parser.parse_args(arguments)
-        record = run(parsed, ["specdeft", "train", *arguments], folder_of)
+        options = _parse(arguments)
+        write_json(options.output / RUN_NAME, _as_config(options))
+        record = run(options, ["specdeft", "train", *arguments], folder_of)
     except ValueError as error:
         sys.stderr.write(f"specdeft train: {error}\n")
         return 2
@@ -256,10 +283,47 @@ def main(arguments: Sequence[str] | None = None, folder_of: Callable[[str], str]
     return 0
 
 
-def _config_option() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", type=Path)
-    return parser
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options, with those of a --config file as defaults."""
+    parser = _parser()
+    only_config = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    only_config.add_argument("--config", type=Path)
+    path = only_config.parse_known_args(arguments)[0].config
+    if path is not None:
+        given = _read_config(path, known={action.dest for action in parser._actions})
+        if "data" in given:  # defaults of several values are not converted by argparse
+            given["data"] = None if given["data"] is None else [Path(x) for x in given["data"]]
+        for action in parser._actions:
+            action.required = action.required and action.dest not in given
+        parser.set_defaults(**given)
+    return parser.parse_args(arguments)
+
+
+def _read_config(path: Path, known: set[str]) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"--config {path} is no JSON file ({error})") from error
+    if not isinstance(content, dict) or (unknown := sorted(set(content) - known)):
+        what = "is not a JSON object" if not isinstance(content, dict) else f"has {unknown}"
+        raise ValueError(f"--config {path} {what}: give an object with options of `train` as names")
+    return content
+
+
+def remove_temporaries(folder: Path) -> None:
+    """Delete what a killed run was writing; nothing else ever has such a name."""
+    for path in folder.rglob(".*.tmp"):
+        path.unlink(missing_ok=True)
+
+
+def _as_config(options: argparse.Namespace) -> dict[str, Any]:
+    """What --config reads; where to write and whether to go on are the next run's own affair."""
+    left_out = ("config", "output", "resume")
+    return {
+        name: [str(x) for x in value] if isinstance(value, list) else value
+        for name, value in sorted(vars(options).items())
+        if name not in left_out
+    }
 
 
 if __name__ == "__main__":

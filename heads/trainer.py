@@ -25,6 +25,7 @@ from specdeft.heads.calibration import (
     top_accuracies,
     tree_values,
 )
+from specdeft.heads.curves import LOG_NAME
 from specdeft.heads.documents import Documents
 from specdeft.heads.features import IGNORED, Features, extract, tokens_before
 from specdeft.heads.loss import HeadLosses, frozen_output_loss, head_weights, own_output_loss
@@ -33,8 +34,9 @@ from specdeft.heads.muon import Muon
 from specdeft.trees.atomic import write_atomic
 
 STATE_NAME = "training_state.pt"
-LOG_NAME = "log.jsonl"
-_MEASURED_STEPS = 20  # steps timed before a time limit is turned into a number of steps
+# A time limit is turned into a number of steps from the speed between these two steps; before the
+# first of them kernels are still compiled and tuned.
+_WARM_STEPS, _MEASURED_STEPS = 20, 100
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ class TrainConfig:
             "epochs",
             "chunk_tokens",
             "log_every",
+            "evaluate_every",
+            "save_every",
         ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}: give a number above 0.")
@@ -235,6 +239,7 @@ class Trainer:
     skipped: int = 0
     num_steps: int = 0
     last: dict[str, Any] = field(default_factory=dict)
+    _marks: tuple[int, float, float] = (0, 0.0, 0.0)  # a step, its time, the run's beginning
 
     def run(self, *, resume: bool = False) -> dict[str, Any]:
         """Train to the end; returns the record of losses and accuracies."""
@@ -243,13 +248,15 @@ class Trainer:
         first = self._resume(optimizer) if resume else 0
         if first == 0:
             self.num_steps = self._planned_steps()
-            (self.folder / LOG_NAME).unlink(missing_ok=True)
+            (self.folder / LOG_NAME).write_text("", encoding="utf-8")
+            (self.folder / STATE_NAME).unlink(missing_ok=True)
         began, steps = time.monotonic(), self._steps(first)
+        self._marks = (first, began, began)
         with tqdm(total=self.num_steps, initial=first, desc=self.label, unit="step") as bar:
             for step, features, index in steps:
                 self._step(optimizer, step, features, index)
                 bar.update()
-                self._limit_time(bar, step - first + 1, time.monotonic() - began)
+                self._limit_time(bar, step + 1)
                 if (step + 1) % self.config.evaluate_every == 0:
                     self._evaluate(step + 1)
                 if (step + 1) % self.config.save_every == 0:
@@ -313,16 +320,22 @@ class Trainer:
             )
         optimizer.step()
 
-    def _limit_time(self, bar: Any, done: int, elapsed_s: float) -> None:
-        """Turn the time limit into a number of steps once the speed is known."""
-        if self.config.time_limit_s is None or done != _MEASURED_STEPS:
+    def _limit_time(self, bar: Any, done: int) -> None:
+        """Turn the time limit into a number of steps once the speed is known; a resumed run keeps
+        the number it had."""
+        if self.config.time_limit_s is None or done not in (_WARM_STEPS, _MEASURED_STEPS):
             return
         if self.heads.block_bias.is_cuda:
             torch.cuda.synchronize()
-        affordable = int(self.config.time_limit_s / (elapsed_s / done))
-        self.num_steps = max(done, min(self.num_steps, affordable))
-        bar.total = self.num_steps
-        bar.refresh()
+        now = time.monotonic()
+        marked, marked_at, began = self._marks
+        if done == _MEASURED_STEPS:
+            left_s = self.config.time_limit_s - (now - began)
+            affordable = done + int(left_s * (done - marked) / (now - marked_at))
+            self.num_steps = max(done, min(self.num_steps, affordable))
+            bar.total = self.num_steps
+            bar.refresh()
+        self._marks = (done, now, began)
 
     def _evaluate(self, step: int) -> None:
         if self.held_out is None:
@@ -349,6 +362,8 @@ class Trainer:
             "config": asdict(self.config),
             "heads": self.heads.state_dict(),
             "optimizer": optimizer.state_dict(),
+            "last": self.last,
+            "log_bytes": (self.folder / LOG_NAME).stat().st_size,
         }
         write_atomic(self.folder / STATE_NAME, lambda temporary: torch.save(state, temporary))
 
@@ -365,6 +380,10 @@ class Trainer:
         self.heads.load_state_dict(state["heads"], strict=True)
         optimizer.load_state_dict(state["optimizer"])
         self.num_steps, self.skipped = state["num_steps"], state["skipped"]
+        self.last = state["last"]
+        # What was logged after the state was saved is about to be logged again.
+        with (self.folder / LOG_NAME).open("rb+") as log:
+            log.truncate(state["log_bytes"])
         return int(state["step"])
 
 

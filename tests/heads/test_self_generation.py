@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
+import subprocess
+import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,7 @@ from specdeft.heads.self_generate import (
     self_generate,
 )
 from specdeft.heads.target import Target, chat_turn
+from specdeft.heads.text_store import TextStore
 from specdeft.heads.train import main
 from specdeft.trees.search import ValuedPaths
 
@@ -160,3 +163,65 @@ def test_the_train_command_says_what_is_wrong(
     assert main(arguments) == 2
     assert "line 1 has none of" in capsys.readouterr().err
     assert not (tmp_path / "o" / "model.safetensors").exists()
+
+
+def test_a_stopped_generation_goes_on_to_the_same_texts(tmp_path: Path) -> None:
+    target = make_target(end_scale=1.3)
+    plan = replace(PLAN, count=100)
+    whole = self_generate(target, plan)
+
+    def store(resume: bool) -> TextStore:
+        return TextStore.open(tmp_path / "waves", asdict(plan), "tiny", resume=resume)
+
+    first = store(resume=False)
+    generator = SelfGenerator(target, plan)
+    for _ in range(2):
+        first.add(generator.next_wave())
+    resumed = self_generate(target, plan, store(resume=True))
+    assert len(store(resume=True).waves()) > 2
+    for name in ("tokens", "learn", "offsets", "temperature"):
+        assert torch.equal(getattr(resumed, name), getattr(whole, name))
+
+
+def test_texts_of_another_plan_are_not_gone_on_with(tmp_path: Path) -> None:
+    TextStore.open(tmp_path, asdict(PLAN), "tiny", resume=False)
+    with pytest.raises(ValueError, match="another model or plan"):
+        TextStore.open(tmp_path, asdict(replace(PLAN, seed=1)), "tiny", resume=True)
+    with pytest.raises(ValueError, match="another model or plan"):
+        TextStore.open(tmp_path, asdict(PLAN), "other", resume=True)
+
+
+def test_the_config_a_run_leaves_behind_repeats_it(tmp_path: Path, model_folder: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    command = [
+        *("--model", str(model_folder), "--self-generate", "40", "--wave-rows", "32"),
+        *("--num-heads", "2", "--num-layers", "1", "--batch-rows", "64", "--held-out", "0.2"),
+        *("--seed", "3", "--max-steps", "6"),
+    ]
+    assert main([*command, "--output", str(first)]) == 0
+    assert main(["--config", str(first / "run.json"), "--output", str(second)]) == 0
+    for name in ("model.safetensors", "documents.safetensors", "tree_values.json", "log.jsonl"):
+        assert (first / name).read_bytes() == (second / name).read_bytes()
+    assert (first / "run.json").read_bytes() == (second / "run.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("{", "no JSON file"), ("[]", "not a JSON object"), ('{"lerning_rate": 1}', "lerning_rate")],
+)
+def test_a_config_that_cannot_be_read_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, message: str
+) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(content, encoding="utf-8")
+    assert main(["--model", "m", "--output", str(tmp_path / "o"), "--config", str(path)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_killed_runs_resume_to_the_same_files(model_folder: Path) -> None:
+    """Two kills here; twenty of each phase by the command in the script's first lines."""
+    script = Path(__file__).with_name("kill_and_resume.py")
+    command = [sys.executable, str(script), "--model", str(model_folder), "--kills", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("0 of 2 runs differ\n")

@@ -134,7 +134,7 @@ def test_resume_gives_the_same_weights(tmp_path: Path, target: Target, killed_at
         pass
 
     class Dying(Trainer):
-        def _limit_time(self, bar: Any, done: int, elapsed_s: float) -> None:
+        def _limit_time(self, bar: Any, done: int) -> None:
             if done == killed_at:
                 raise KilledError
 
