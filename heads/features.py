@@ -9,7 +9,6 @@ Shapes: M rows, K heads, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from specdeft.heads.documents import Documents
+from specdeft.heads.parallel import ALONE, Processes
 
 IGNORED = -100  # a label that does not exist: outside every vocabulary, torch's own ignore index
 
@@ -71,31 +71,40 @@ def extract(
     num_heads: int,
     *,
     batch_tokens: int = 65_536,
-    progress: Callable[[int], object] | None = None,
+    group: Processes = ALONE,
 ) -> Features:
     """Run the frozen target over the documents and keep the rows to learn from, on its device.
 
-    `batch_tokens` bounds the activations of one forward.
+    `batch_tokens` bounds the activations of one forward; the processes of a group share the work.
     """
     decoder, device = model.base_model, model.device
     parts: list[Features] = []
-    for index in documents.batches(batch_tokens):
+    for number, index in enumerate(documents.batches(batch_tokens)):
         tokens, learn, lengths = documents.padded(index)
         where, root, labels = rows_of(tokens, learn, lengths, num_heads)
         where = where.to(device)
-        # Causal attention: what stands right of a document's end cannot reach its positions.
-        hidden = decoder(input_ids=tokens.to(device), use_cache=False).last_hidden_state
+        if number % group.size == group.rank:
+            # Causal attention: what stands right of a document's end cannot reach its positions.
+            hidden = decoder(input_ids=tokens.to(device), use_cache=False).last_hidden_state
+            hidden = hidden[where[:, 0], where[:, 1]]
+        else:  # another process's share: a sum with zeros brings it over exactly
+            hidden = _zeros(model, len(where))
         parts.append(
             Features(
-                hidden[where[:, 0], where[:, 1]],
+                hidden,
                 root.to(device),
                 labels.to(device),
                 index.to(device)[where[:, 0]],
             )
         )
-        if progress is not None:
-            progress(len(index))
-    return _joined(parts)
+    joined = _joined(parts)
+    group.add(joined.hidden)
+    return joined
+
+
+def _zeros(model: Any, count: int) -> Tensor:
+    width = model.get_input_embeddings().weight.shape[1]
+    return torch.zeros(count, width, dtype=model.dtype, device=model.device)
 
 
 def _joined(parts: list[Features]) -> Features:

@@ -45,6 +45,7 @@ def frozen_output_loss(
     weight: Tensor,
     weights: Tensor,
     *,
+    counts: Tensor | None = None,
     bias: Tensor | None = None,
     teacher: Tensor | None = None,
     temperature: float = 1.0,
@@ -53,11 +54,12 @@ def frozen_output_loss(
     """Loss of states [K,M,H] under a frozen output weight [V,H] (bias [V]).
 
     labels int64 [M,K] index the rows of `weight`, IGNORED where there is nothing to learn; weights
-    float32 [K]. With `teacher` [K,M,H] the target of a known label is softmax(W teacher /
-    temperature) instead of the label.
+    float32 [K]; counts int64 [K]: the known labels of the whole batch that these rows are a part of
+    (None: they are all of it), so that the parts' losses add up to the whole's. With `teacher`
+    [K,M,H] the target of a known label is softmax(W teacher / temperature) instead of the label.
     """
     known = labels.T != IGNORED
-    counts = known.sum(dim=1)
+    counts = known.sum(dim=1) if counts is None else counts
     scale = (weights / counts.clamp(min=1)).unsqueeze(1) * known
     total, losses = _FrozenCrossEntropy.apply(  # type: ignore[no-untyped-call]
         states, labels.T, weight, bias, scale, teacher, temperature, chunk_logits
@@ -66,10 +68,12 @@ def frozen_output_loss(
     return HeadLosses(total, per_head, counts)
 
 
-def own_output_loss(logits: Tensor, labels: Tensor, weights: Tensor) -> HeadLosses:
+def own_output_loss(
+    logits: Tensor, labels: Tensor, weights: Tensor, counts: Tensor | None = None
+) -> HeadLosses:
     """The same loss for logits [K,M,V] of trainable output layers, by plain autograd."""
     known = labels.T != IGNORED
-    counts = known.sum(dim=1)
+    counts = known.sum(dim=1) if counts is None else counts
     losses = cross_entropy(
         logits.flatten(0, 1).float(), labels.T.flatten(), ignore_index=IGNORED, reduction="none"
     ).view_as(known)
@@ -77,9 +81,14 @@ def own_output_loss(logits: Tensor, labels: Tensor, weights: Tensor) -> HeadLoss
     return HeadLosses((per_head * weights).sum(), per_head.detach(), counts)
 
 
+def _wide(logits: Tensor) -> Tensor:
+    """In float32, or in float64 if they are."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
 def _hard(logits: Tensor, targets: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """(cross entropies float32 [M], their gradient in the logits x scale, in the logits' dtype)."""
-    x = logits.float()
+    x = _wide(logits)
     log_sum = x.logsumexp(dim=1)
     losses = log_sum - x.gather(1, targets.unsqueeze(1)).squeeze(1)
     here = torch.arange(x.shape[1], device=x.device) == targets.unsqueeze(1)
@@ -91,7 +100,7 @@ def _soft(
     logits: Tensor, wanted: Tensor, scale: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """The same against the distribution softmax(wanted / temperature)."""
-    x, share = logits.float().log_softmax(dim=1), (wanted.float() / temperature).softmax(dim=1)
+    x, share = _wide(logits).log_softmax(dim=1), (_wide(wanted) / temperature).softmax(dim=1)
     difference = (x.exp() - share) * scale.unsqueeze(1)
     return -(share * x).sum(dim=1), difference.to(logits.dtype)
 

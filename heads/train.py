@@ -6,7 +6,8 @@
 The target stays frozen. Its own text is the best text to learn from, so by default it writes
 prompts and answers itself; `--data` takes JSON lines (messages, prompt with response, or text)
 instead. What is written: model.safetensors, config.json, tree_values.json (which trees pay),
-training_record.json, log.jsonl. Recipe: Medusa-1, https://arxiv.org/abs/2401.10774, section 2.2.1.
+training_record.json, log.jsonl, curves.png, run.json (--config repeats the run). Under torchrun
+all processes train together. Recipe: Medusa-1, https://arxiv.org/abs/2401.10774, section 2.2.1.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from specdeft.heads.checkpoint import save_heads, write_json
 from specdeft.heads.documents import Documents, join, read_jsonl
 from specdeft.heads.features import Features, extract
 from specdeft.heads.medusa import HeadsConfig, MedusaHeads
+from specdeft.heads.parallel import ALONE, Processes, processes
 from specdeft.heads.self_generate import GenerationPlan, self_generate
 from specdeft.heads.target import Target, load_target
 from specdeft.heads.text_store import TextStore
@@ -78,11 +80,13 @@ def train_heads(
     held_out: Features | None = None,
     label: str = "train",
     resume: bool = False,
+    group: Processes = ALONE,
 ) -> dict[str, Any]:
     """Train, write the heads (16-bit) into `folder`, and return what happened."""
-    trainer = Trainer(target.model, heads, source, config, folder, held_out, label)
+    trainer = Trainer(target.model, heads, source, config, folder, held_out, label, group=group)
     result = trainer.run(resume=resume)
-    save_heads(heads, folder, dtype=torch.bfloat16)
+    if group.first:
+        save_heads(heads, folder, dtype=torch.bfloat16)
     return {"heads": asdict(heads.config), "training": asdict(config), "result": result}
 
 
@@ -119,36 +123,43 @@ def data_report(documents: Documents) -> dict[str, Any]:
     }
 
 
-def _documents(options: argparse.Namespace, target: Target) -> Documents:
+def _documents(options: argparse.Namespace, target: Target, group: Processes) -> Documents:
     if options.data:
         return join(
             [read_jsonl(path, target.tokenizer, options.max_length) for path in options.data]
         )
     kept = options.output / "documents.safetensors"
-    if options.resume and kept.is_file():
-        return Documents.load(kept)
-    plan = GenerationPlan(
-        options.self_generate,
-        wave_rows=options.wave_rows,
-        long_wave_rows=max(1, options.wave_rows // 2),
-        seed=options.seed,
-    )
-    store = TextStore.open(
-        options.output / "waves", asdict(plan), target.name, resume=options.resume
-    )
-    documents = self_generate(target, plan, store)
-    documents.save(kept)
-    store.remove()
-    return documents
+    if not (options.resume and kept.is_file()):
+        share = options.output / "waves" / str(group.rank)
+        plan = GenerationPlan(
+            -(-options.self_generate // group.size),
+            wave_rows=options.wave_rows,
+            long_wave_rows=max(1, options.wave_rows // 2),
+            seed=options.seed * group.size + group.rank,  # every process writes texts of its own
+        )
+        store = TextStore.open(share, asdict(plan), target.name, resume=options.resume)
+        self_generate(target, plan, store)
+        group.wait()
+        if group.first:
+            shares = [TextStore(share.with_name(str(n))) for n in range(group.size)]
+            join([wave for one in shares for wave in one.waves()]).save(kept)
+            TextStore(share.parent).remove()
+        group.wait()
+    return Documents.load(kept)
 
 
 def run(
-    options: argparse.Namespace, command: Sequence[str], folder_of: Callable[[str], str]
+    options: argparse.Namespace,
+    command: Sequence[str],
+    folder_of: Callable[[str], str],
+    group: Processes = ALONE,
 ) -> dict[str, Any]:
-    """The whole command: texts, heads, calibration, record."""
-    remove_temporaries(options.output)
+    """The whole command: texts, heads, calibration, record (all but the first process: only the
+    result of the training)."""
+    if group.first:
+        remove_temporaries(options.output)
     target = load_target(folder_of(options.model), label=Path(options.model).name)
-    documents = _documents(options, target)
+    documents = _documents(options, target, group)
     training, held_out = documents.split(options.held_out, options.seed)
     shape = Shape(
         num_heads=options.num_heads,
@@ -163,6 +174,7 @@ def run(
         loss=options.loss,
         learning_rate=options.learning_rate,
         batch_rows=options.batch_rows,
+        accumulate=options.accumulate,
         epochs=options.epochs,
         max_steps=options.max_steps,
         time_limit_s=options.time_limit_s,
@@ -172,12 +184,20 @@ def run(
     )
     heads, coverage = new_heads(target, shape, training)
     source = FeatureSource(
-        target.model, training, shape.num_heads, config.chunk_tokens, config.seed
+        target.model, training, shape.num_heads, config.chunk_tokens, config.seed, group=group
     )
-    rows = extract(target.model, held_out, shape.num_heads)
     made = train_heads(
-        target, heads, source, config, options.output, held_out=rows, resume=options.resume
+        target,
+        heads,
+        source,
+        config,
+        options.output,
+        held_out=extract(target.model, held_out, shape.num_heads, group=group),
+        resume=options.resume,
+        group=group,
     )
+    if not group.first:
+        return made
     calibrated = calibrate(target.model, shipped(target, options.output), held_out, options.output)
     record = {
         "command": list(command),
@@ -239,6 +259,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--learning-rate", type=float, default=config.learning_rate)
     add("--batch-rows", type=int, default=config.batch_rows, help="positions of a step")
+    add(
+        "--accumulate",
+        type=int,
+        default=config.accumulate,
+        metavar="PARTS",
+        help="work on a step's positions in so many parts, to save memory",
+    )
     add("--epochs", type=int, default=config.epochs)
     add("--max-steps", type=int)
     add("--time-limit-s", type=float, help="fit the number of steps into so many seconds")
@@ -274,12 +301,15 @@ def main(arguments: Sequence[str] | None = None, folder_of: Callable[[str], str]
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
         options = _parse(arguments)
-        write_json(options.output / RUN_NAME, _as_config(options))
-        record = run(options, ["specdeft", "train", *arguments], folder_of)
+        with processes() as group:
+            if group.first:
+                write_json(options.output / RUN_NAME, _as_config(options))
+            record = run(options, ["specdeft", "train", *arguments], folder_of, group)
     except ValueError as error:
         sys.stderr.write(f"specdeft train: {error}\n")
         return 2
-    sys.stdout.write(json.dumps(record["result"]) + "\n")
+    if group.first:
+        sys.stdout.write(json.dumps(record["result"]) + "\n")
     return 0
 
 

@@ -31,6 +31,7 @@ from specdeft.heads.features import IGNORED, Features, extract, tokens_before
 from specdeft.heads.loss import HeadLosses, frozen_output_loss, head_weights, own_output_loss
 from specdeft.heads.medusa import MedusaHeads
 from specdeft.heads.muon import Muon
+from specdeft.heads.parallel import ALONE, Processes
 from specdeft.trees.atomic import write_atomic
 
 STATE_NAME = "training_state.pt"
@@ -41,7 +42,8 @@ _WARM_STEPS, _MEASURED_STEPS = 20, 100
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How the heads are trained. Lengths are in steps of `batch_rows` positions."""
+    """How the heads are trained. Lengths are in steps of `batch_rows` positions, of which
+    1 / `accumulate` are worked on at once."""
 
     loss: Literal["hard", "soft"] = "hard"
     optimizer: Literal["muon", "adamw"] = "adamw"
@@ -53,6 +55,7 @@ class TrainConfig:
     weight_decay: float = 0.01
     max_gradient_norm: float = 1.0
     batch_rows: int = 16_384
+    accumulate: int = 1
     epochs: int = 2
     max_steps: int | None = None
     time_limit_s: float | None = None
@@ -69,6 +72,7 @@ class TrainConfig:
             "max_gradient_norm",
             "soft_temperature",
             "batch_rows",
+            "accumulate",
             "epochs",
             "chunk_tokens",
             "log_every",
@@ -89,6 +93,7 @@ class FeatureSource:
     chunk_tokens: int
     seed: int
     batch_tokens: int = 65_536
+    group: Processes = ALONE
     _kept: tuple[int, Features] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -108,7 +113,13 @@ class FeatureSource:
             documents = self.documents.select(self.chunks[chunk])
             self._kept = (
                 chunk,
-                extract(self.model, documents, self.num_heads, batch_tokens=self.batch_tokens),
+                extract(
+                    self.model,
+                    documents,
+                    self.num_heads,
+                    batch_tokens=self.batch_tokens,
+                    group=self.group,
+                ),
             )
         return self._kept[1]
 
@@ -174,10 +185,24 @@ def new_optimizer(heads: MedusaHeads, config: TrainConfig) -> torch.optim.Optimi
     )
 
 
+def known_labels(heads: MedusaHeads, features: Features, index: Tensor) -> Tensor:
+    """int64 [K]: how many labels of the rows `index` each head can learn."""
+    labels = features.labels[index, : heads.config.num_heads]
+    if heads.draft_ids is not None:
+        labels = in_draft_vocabulary(labels, heads.draft_ids, heads.config.vocab_size)
+    return (labels != IGNORED).sum(dim=0)
+
+
 def batch_loss(
-    model: Any, heads: MedusaHeads, config: TrainConfig, features: Features, index: Tensor
+    model: Any,
+    heads: MedusaHeads,
+    config: TrainConfig,
+    features: Features,
+    index: Tensor,
+    counts: Tensor | None = None,
 ) -> HeadLosses:
-    """Loss of the rows `index`; gradients reach the heads and nothing else."""
+    """Loss of the rows `index`, a part of a batch with `counts` known labels (None: all of it);
+    gradients reach the heads and nothing else."""
     K = heads.config.num_heads
     output = model.get_output_embeddings()
     labels = features.labels[index, :K]
@@ -188,7 +213,7 @@ def batch_loss(
     if heads.draft_ids is not None:
         labels = in_draft_vocabulary(labels, heads.draft_ids, heads.config.vocab_size)
     if heads.config.output == "own":
-        return own_output_loss(heads.logits(states, output), labels, weights)
+        return own_output_loss(heads.logits(states, output), labels, weights, counts)
     teacher = None
     if config.loss == "soft":
         # Row i+1+k decided label k of row i; where there is no such row there is no label either.
@@ -202,6 +227,7 @@ def batch_loss(
         labels,
         heads.output_rows(output).detach(),
         weights,
+        counts=counts,
         bias=bias,
         teacher=teacher,
         temperature=config.soft_temperature,
@@ -236,6 +262,7 @@ class Trainer:
     held_out: Features | None = None
     label: str = "train"
     say: Callable[[str], None] = tqdm.write
+    group: Processes = ALONE
     skipped: int = 0
     num_steps: int = 0
     last: dict[str, Any] = field(default_factory=dict)
@@ -248,11 +275,18 @@ class Trainer:
         first = self._resume(optimizer) if resume else 0
         if first == 0:
             self.num_steps = self._planned_steps()
+        if first == 0 and self.group.first:
             (self.folder / LOG_NAME).write_text("", encoding="utf-8")
             (self.folder / STATE_NAME).unlink(missing_ok=True)
         began, steps = time.monotonic(), self._steps(first)
         self._marks = (first, began, began)
-        with tqdm(total=self.num_steps, initial=first, desc=self.label, unit="step") as bar:
+        with tqdm(
+            total=self.num_steps,
+            initial=first,
+            desc=self.label,
+            unit="step",
+            disable=not self.group.first,
+        ) as bar:
             for step, features, index in steps:
                 self._step(optimizer, step, features, index)
                 bar.update()
@@ -293,13 +327,21 @@ class Trainer:
             group["lr"] = rate
         device = features.hidden.device.type
         low = features.hidden.dtype == torch.bfloat16
-        with torch.autocast(device, torch.bfloat16, enabled=low):
-            losses = batch_loss(self.model, self.heads, self.config, features, index)
-        if not bool(losses.num_known.any()):  # nothing to learn here: AdamW would still move
+        counts = known_labels(self.heads, features, index)
+        if not bool(counts.any()):  # nothing to learn here: the optimizer would still move
             self.skipped += 1
             return
         optimizer.zero_grad(set_to_none=True)
-        losses.total.backward()
+        mine = index.tensor_split(self.group.size)[self.group.rank]
+        per_head = torch.zeros(len(counts), device=counts.device)
+        for part in mine.tensor_split(self.config.accumulate):
+            with torch.autocast(device, torch.bfloat16, enabled=low):
+                losses = batch_loss(self.model, self.heads, self.config, features, part, counts)
+            losses.total.backward()
+            per_head += losses.per_head
+        for parameter in self.heads.parameters():
+            if parameter.grad is not None:
+                self.group.add(parameter.grad)
         norm = torch.nn.utils.clip_grad_norm_(
             self.heads.parameters(), self.config.max_gradient_norm, error_if_nonfinite=False
         )
@@ -309,12 +351,14 @@ class Trainer:
                     f"The gradient is not finite at step {step}: lower the learning rate "
                     f"(now {self.config.learning_rate}) or check the target's hidden states."
                 )
+            self.group.add(per_head)
+            weights = head_weights(len(per_head), self.config.head_decay, per_head.device)
             self._log(
                 {
                     "step": step,
-                    "loss": round(float(losses.total.detach()), 5),
+                    "loss": round(float((weights * per_head).sum()), 5),
                     "lr": rate,
-                    "per_head": [round(x, 4) for x in losses.per_head.tolist()],
+                    "per_head": [round(x, 4) for x in per_head.tolist()],
                     "gradient_norm": round(float(norm), 4),
                 }
             )
@@ -332,13 +376,13 @@ class Trainer:
         if done == _MEASURED_STEPS:
             left_s = self.config.time_limit_s - (now - began)
             affordable = done + int(left_s * (done - marked) / (now - marked_at))
-            self.num_steps = max(done, min(self.num_steps, affordable))
+            self.num_steps = self.group.agree(max(done, min(self.num_steps, affordable)))
             bar.total = self.num_steps
             bar.refresh()
         self._marks = (done, now, began)
 
     def _evaluate(self, step: int) -> None:
-        if self.held_out is None:
+        if self.held_out is None or not self.group.first:
             return
         self.last = {**self.last, **evaluate(self.model, self.heads, self.held_out)}
         self._log({"step": step, "held_out": self.last})
@@ -351,10 +395,14 @@ class Trainer:
                 "last_loss": entry["loss"],
                 "last_per_head": entry["per_head"],
             }
+        if not self.group.first:
+            return
         with (self.folder / LOG_NAME).open("a", encoding="utf-8") as log:
             log.write(json.dumps(entry) + "\n")
 
     def _save(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        if not self.group.first:
+            return
         state = {
             "step": step,
             "num_steps": self.num_steps,
@@ -382,8 +430,9 @@ class Trainer:
         self.num_steps, self.skipped = state["num_steps"], state["skipped"]
         self.last = state["last"]
         # What was logged after the state was saved is about to be logged again.
-        with (self.folder / LOG_NAME).open("rb+") as log:
-            log.truncate(state["log_bytes"])
+        if self.group.first:
+            with (self.folder / LOG_NAME).open("rb+") as log:
+                log.truncate(state["log_bytes"])
         return int(state["step"])
 
 

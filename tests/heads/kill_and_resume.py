@@ -77,7 +77,7 @@ def killed_run(model: Path, output: Path, phase: str, delay_s: float) -> str:
     time.sleep(delay_s)
     os.kill(process, signal.SIGKILL)
     os.waitpid(process, 0)
-    waves = len(list((output / "waves").glob("wave-*")))
+    waves = len(list((output / "waves").rglob("wave-*")))
     state = output / "training_state.pt"
     step = torch.load(state, weights_only=True)["step"] if state.is_file() else 0
     finish(start([*command(model, output), "--resume"]))

@@ -1,0 +1,70 @@
+"""Several processes that train one set of heads: each takes an equal part of every batch.
+
+    torchrun --nproc-per-node 2 heads/train.py --model M --output my-heads
+
+The target is frozen and held whole by every process; its hidden states are computed in shares and
+exchanged, so that every process can draw any row. Gradients are added up, all else is the same in
+all processes; the first of them writes the files.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, distributed
+
+
+@dataclass(frozen=True)
+class Processes:
+    """How many processes train together and which of them this one is."""
+
+    size: int = 1
+    rank: int = 0
+
+    @property
+    def first(self) -> bool:
+        """Whether this process writes files and messages."""
+        return self.rank == 0
+
+    def add(self, tensor: Tensor) -> Tensor:
+        """The sum over all processes, in place."""
+        if self.size > 1:
+            distributed.all_reduce(tensor)
+        return tensor
+
+    def agree(self, number: int) -> int:
+        """The first process's number."""
+        if self.size == 1:
+            return number
+        shared = [number]
+        distributed.broadcast_object_list(shared)
+        return shared[0]
+
+    def wait(self) -> None:
+        """Until all processes have come here."""
+        if self.size > 1:
+            distributed.barrier()
+
+
+ALONE = Processes()
+
+
+@contextmanager
+def processes() -> Iterator[Processes]:
+    """The processes that torchrun started, each on its own GPU where there are GPUs; else ALONE."""
+    if "LOCAL_RANK" not in os.environ:
+        yield ALONE
+        return
+    backend = "gloo"
+    if torch.cuda.is_available():
+        backend = "nccl"
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    distributed.init_process_group(backend)
+    try:
+        yield Processes(distributed.get_world_size(), distributed.get_rank())
+    finally:
+        distributed.destroy_process_group()
