@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,16 +55,16 @@ def draw(folder: Path) -> Path | None:
     """Draw `curves.png` beside the log in `folder`; None without matplotlib."""
     if find_spec("matplotlib") is None:
         return None
-    import_module("matplotlib").use("Agg")
-    pyplot = import_module("matplotlib.pyplot")
-    figure, axes = pyplot.subplots(1, 3, figsize=(13.0, 4.0), layout="constrained")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13.0, 4.0), layout="constrained")
+    axes = figure.subplots(1, 3)
     curves = read_log(folder / LOG_NAME)
     titles = ("loss (cross entropy, nats)", "held-out top-1", "replayed tau, held out")
     for axis, title, lines in zip(axes, titles, curves, strict=True):
         _plot(axis, title, lines)
     path = folder / CURVES_NAME
     write_atomic(path, lambda temporary: figure.savefig(temporary, dpi=110, format="png"))
-    pyplot.close(figure)
     return path
 
 
