@@ -62,7 +62,7 @@ def member(folder: Path, name: str) -> Path:
             a Hugging Face cache, where every downloaded file is such a link).
     """
     path = folder / name
-    if Path(name).name != name or name in ("", ".", ".."):
+    if Path(name).name != name or name in ("", ".", "..") or "\0" in name:
         raise ValueError(
             f"{folder}: the file name {name!r} leads out of the folder: fetch it anew."
         )
