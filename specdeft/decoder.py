@@ -106,8 +106,9 @@ class SpecDecoder:
 
         Args:
             name: "smollm2-135m" (embedded, no download) or anything `AutoModelForCausalLM` loads.
-            heads: a folder of heads; "auto" takes the shipped ones where there are any; None
-                decodes plainly.
+            heads: a folder or file of heads, ours or in another project's format
+                (docs/formats.md); "auto" takes the shipped ones where there are any; None decodes
+                plainly.
             dtype: "auto" is bfloat16 where the device computes in it, else float32.
             device: "auto" is CUDA where there is a GPU, else the CPU.
             tree, cuda_graphs, compile: see `__init__`.

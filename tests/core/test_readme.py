@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 import specdeft
-from specdeft import cli
-from specdeft.generate_command import parser
+from specdeft import cli, export_command, generate_command
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PARSERS = {"export": export_command.parser, "generate": generate_command.parser}
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, flags=re.DOTALL)
 COMMANDS = [
     line.split("|")[-1].strip()
@@ -31,8 +31,8 @@ def test_there_are_commands_to_check():
 def test_commands_parse(line):
     _, command, *arguments = shlex.split(line, comments=True)
     assert command in cli._COMMANDS
-    if command == "generate":
-        parser().parse_args(arguments)
+    if command in PARSERS:
+        PARSERS[command]().parse_args(arguments)
 
 
 @pytest.mark.parametrize("block", [block for language, block in BLOCKS if language == "python"])
