@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
     )
     options.add_argument("--prompt", help="the same as an option")
     options.add_argument("--model", default=_DEFAULT_MODEL, help="name, Hugging Face id or folder")
-    options.add_argument("--heads", default="auto", help="draft heads (docs/formats.md), auto, or none")
+    options.add_argument("--heads", default="auto", help="draft heads of any format, auto, or none")
     options.add_argument("--raw", action="store_true", help="do not use the chat template")
     options.add_argument(
         "--max-new-tokens", type=int, metavar="N", help="default: 256, or what fits"
