@@ -1,7 +1,12 @@
-"""What a run was: enough to repeat it, and to refuse to mix it with another."""
+"""What a run was: enough to repeat it, and to refuse to mix it with another.
+
+A copy of the sources without git's own folder (a container, a cluster's snapshot) can be told its
+commit: SPECDEFT_GIT_HASH=HASH, or HASH-dirty where files differ from it.
+"""
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +22,8 @@ import specdeft
 from specdeft.bench.prompt_set import PromptSet
 from specdeft.decoder import SpecDecoder
 
-_PACKAGES = ("torch", "transformers", "triton")
+_PACKAGES = ("torch", "transformers", "triton", "economize", "flashspec")
+GIT_VARIABLE = "SPECDEFT_GIT_HASH"
 _SOURCE = Path(__file__).resolve().parent
 
 
@@ -31,11 +37,17 @@ def describe_run(
         prompts: what it is measured on.
         command: the arguments after ``specdeft``.
         settings: what must agree for two parts of a run to be the same run.
+
+    Raises:
+        ValueError: the commit that the environment states cannot be right.
     """
     return {
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": ["specdeft", *command],
-        "settings": settings,
+        "command": ["specdeft", *map(without_folder, command)],
+        "settings": {
+            key: without_folder(value) if isinstance(value, str) else value
+            for key, value in settings.items()
+        },
         "prompts": {
             "source": prompts.name,
             "sha256": prompts.sha256,
@@ -70,9 +82,37 @@ def versions() -> dict[str, str | None]:
     return found
 
 
+def without_folder(text: str) -> str:
+    """An absolute path as its last part, anything else as it is: a manifest names no machine's
+    folders, and a file is the same file from wherever the command is given."""
+    option, equals, value = text.partition("=") if text.startswith("--") else ("", "", text)
+    name = Path(value).name if Path(value).is_absolute() else value
+    return f"{option}{equals}{name}"
+
+
 def git_state() -> dict[str, Any] | None:
-    """The checkout's commit and whether files differ from it; None outside a checkout."""
+    """The commit and whether files differ from it; None where there is neither a checkout nor
+    SPECDEFT_GIT_HASH.
+
+    Raises:
+        ValueError: SPECDEFT_GIT_HASH is no hash, or contradicts the checkout.
+    """
     commit = _output("git", "-C", str(_SOURCE), "rev-parse", "HEAD")
+    stated = os.environ.get(GIT_VARIABLE)
+    if stated:
+        found = re.fullmatch(r"([0-9a-f]{7,64})(-dirty)?", stated)
+        if found is None:
+            raise ValueError(
+                f"{GIT_VARIABLE} is {stated!r}: give the hexadecimal hash of a commit, with "
+                "-dirty behind it where files differ"
+            )
+        if commit is None:
+            return {"commit": found[1], "modified": found[2] is not None, "stated": True}
+        if not commit.startswith(found[1]):
+            raise ValueError(
+                f"{GIT_VARIABLE} states {found[1]} and the checkout is at {commit}: unset it, it "
+                "is for copies without git's own folder"
+            )
     changes = _output("git", "-C", str(_SOURCE), "status", "--porcelain", "--untracked-files=no")
     return None if commit is None else {"commit": commit, "modified": bool(changes)}
 
@@ -91,8 +131,9 @@ def machine(device: torch.device) -> dict[str, Any]:
         fields = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit,memory.total"
         known["gpu"] = torch.cuda.get_device_name(device)
         known["cuda"] = torch.version.cuda
+        which = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"
         known["nvidia_smi"] = _output(
-            "nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"
+            "nvidia-smi", which, f"--query-gpu={fields}", "--format=csv,noheader"
         )
     return known
 
