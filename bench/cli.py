@@ -13,6 +13,7 @@ COMMANDS = {
     "acceptance": "tokens a step (tau), by depth and rank, with repeats beside it",
     "latency": "time to first token, per token and end to end, beside plain decoding",
     "attention": "tree attention on a GPU, beside other methods and the floor",
+    "workload": "few-shot, reasoning and speculative trees end to end, DeFT beside per-path",
     "compare": "what changed between two saved runs, beyond noise",
 }
 

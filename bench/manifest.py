@@ -30,7 +30,7 @@ _SOURCE = Path(__file__).resolve().parent
 def describe_run(
     decoder: SpecDecoder, prompts: PromptSet, command: Sequence[str], settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """The manifest.
+    """The manifest of a run on prompts.
 
     Args:
         decoder: any decoder of the run; they share model, dtype and device.
@@ -41,6 +41,24 @@ def describe_run(
     Raises:
         ValueError: the commit that the environment states cannot be right.
     """
+    known = {
+        "source": prompts.name,
+        "sha256": prompts.sha256,
+        "rule": prompts.rule,
+        "ids": [prompt.id for prompt in prompts.prompts],
+    }
+    return describe(decoder.device, decoder.dtype_name, known, command, settings)
+
+
+def describe(
+    device: torch.device,
+    dtype: str,
+    prompts: dict[str, Any],
+    command: Sequence[str],
+    settings: dict[str, Any],
+) -> dict[str, Any]:
+    """The manifest of any run; ``prompts`` says what was computed on. Errors as above."""
+    on_cuda = device.type == "cuda"
     return {
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": ["specdeft", *map(without_folder, command)],
@@ -48,17 +66,14 @@ def describe_run(
             key: without_folder(value) if isinstance(value, str) else value
             for key, value in settings.items()
         },
-        "prompts": {
-            "source": prompts.name,
-            "sha256": prompts.sha256,
-            "rule": prompts.rule,
-            "ids": [prompt.id for prompt in prompts.prompts],
-        },
+        "prompts": prompts,
         "versions": versions(),
         "git": git_state(),
-        "device": decoder.device_name,
-        "dtype": decoder.dtype_name,
-        "machine": machine(decoder.device),
+        "device": torch.cuda.get_device_name(device)
+        if on_cuda
+        else f"CPU ({torch.get_num_threads()} threads)",
+        "dtype": dtype,
+        "machine": machine(device),
     }
 
 

@@ -384,13 +384,11 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 @contextmanager
-def progress(total: int, what: str) -> Iterator[Callable[[], None]]:
+def progress(total: int, what: str, unit: str = "text") -> Iterator[Callable[[], None]]:
     """A bar on standard error with the time left; calling what it gives means one more is done."""
     # A log file gets a line every ten seconds instead of one bar that is drawn over.
     interval_s = 0.5 if sys.stderr.isatty() else 10.0
-    with tqdm(
-        total=total, desc=what, unit="text", dynamic_ncols=True, mininterval=interval_s
-    ) as bar:
+    with tqdm(total=total, desc=what, unit=unit, dynamic_ncols=True, mininterval=interval_s) as bar:
 
         def done() -> None:
             bar.update()

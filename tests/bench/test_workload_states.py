@@ -1,4 +1,4 @@
-"""Recorded trees and their replay on the KV tree: every query sees its own path and nothing else."""
+"""Recorded trees and their replay on the KV tree: every query sees its own path, nothing else."""
 
 import json
 
