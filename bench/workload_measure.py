@@ -9,6 +9,7 @@ the methods take turns, A B .. B A over the repetitions; the first turn of a ste
     books       the KV tree's part since the step before, the same for all methods
 """
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -73,8 +74,17 @@ class Measured:
     steps: list[tuple[int, int, int, int]] = field(default_factory=list)
     books_ms: list[float] = field(default_factory=list)
     timed: dict[str, list[Timed]] = field(default_factory=dict)
-    errors: dict[str, float] = field(default_factory=dict)
+    errors: dict[str, float | None] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
+
+    def take_errors(self, errors: dict[str, float | None], dtype: torch.dtype) -> None:
+        """A method beyond the dtype's limit has failed and is not timed."""
+        self.errors = errors
+        for method, error in errors.items():
+            if error is None:
+                self.failures[method] = "wrong result: not finite"
+            elif error > _WORST_ERROR[dtype]:
+                self.failures[method] = f"wrong result: relative error {error:.1e}"
 
 
 class ForestLayers:
@@ -161,11 +171,13 @@ def measure_workload(
         since += 1
         if step.number in wanted:
             meter.wait()
-            found.books_ms.append((meter.clock() - began) * 1e3 / since)
+            books = {"ms": (meter.clock() - began) * 1e3 / since}
+            found.books_ms.append(_kept(folder, f"{name}|{step.number}|books", books)["ms"])
             queries, cached = step.forest.num_queries, step.forest.total_tokens
             found.steps.append((step.number, queries, step.num_tokens, cached))
             if not found.errors:
-                _check(meter, state, step, methods, found)
+                errors = folder.get(f"{name}|errors") or _errors(meter, state, step, methods)
+                found.take_errors(_kept(folder, f"{name}|errors", errors), meter.shape.dtype)
             _time_step(meter, state, step, found, folder, name)
             done()
             if step.number == wanted[-1]:
@@ -175,8 +187,19 @@ def measure_workload(
     return found
 
 
-def _check(meter: Meter, state: State, step: Step, methods: Sequence[str], found: Measured) -> None:
-    """Every method's first layer against float64 on the step's own cache; a wrong one is left."""
+def _kept(folder: RunFolder, key: str, record: dict[str, Any]) -> dict[str, Any]:
+    """The folder's record of this key, which is this one where it had none."""
+    if folder.get(key) is None:
+        folder.put(key, record)
+    known = folder.get(key)
+    assert known is not None
+    return known
+
+
+def _errors(
+    meter: Meter, state: State, step: Step, methods: Sequence[str]
+) -> dict[str, float | None]:
+    """Every method's first layer against float64 on the step's own cache, relative; None is NaN."""
     device, forest = meter.target.device, step.forest
     q = torch.randn(
         forest.num_queries, meter.shape.query_heads, meter.shape.head_dim, device=device
@@ -184,14 +207,14 @@ def _check(meter: Meter, state: State, step: Step, methods: Sequence[str], found
     pools = (state.kv.keys[0], state.kv.values[0])
     slots = forest.slots.long().to(device)
     exact = _exact(q, pools[0][slots], pools[1][slots], forest, meter.shape)
+    errors: dict[str, float | None] = {}
     for method in methods:
         prepared = prepare_plan(method, plan_of(method, forest, meter), meter.shape, device)
         own = [duplicated(forest, pool) for pool in pools] if method == FLASH_DECODING else pools
         out = prepared.run(q, own[0], own[1]).double()
         error = float((out - exact).norm() / exact.norm())
-        found.errors[method] = error
-        if not error <= _WORST_ERROR[q.dtype]:  # NaN is wrong, too
-            found.failures[method] = f"wrong result: relative error {error:.1e}"
+        errors[method] = error if math.isfinite(error) else None
+    return errors
 
 
 def _exact(q: Tensor, k: Tensor, v: Tensor, forest: KVForest, shape: HeadShape) -> Tensor:
