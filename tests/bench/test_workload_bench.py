@@ -10,8 +10,10 @@ import torch
 from specdeft.bench import cli, workload, workload_jobs, workload_measure, workload_report
 from specdeft.bench.growing_tree import GrowingTree
 from specdeft.bench.random_model import random_model
+from specdeft.bench.run_folder import RunFolder
 from specdeft.bench.workbench import Workbench
 from specdeft.bench.workload_measure import Measured, Timed, sampled_steps
+from specdeft.kernels.baselines import per_path
 from specdeft.model import TargetModel
 from tests.core.tiny import tiny_model
 
@@ -67,7 +69,7 @@ def test_all_methods_choose_the_same_tokens_and_are_right(capsys, tmp_path):
 
 @pytest.mark.usefixtures("tiny")
 def test_a_method_that_is_wrong_gets_no_times(capsys, monkeypatch):
-    honest = workload_measure.prepare_plan
+    honest = per_path.prepare_plan
 
     def dishonest(method, plan, shape, device):
         prepared = honest(method, plan, shape, device)
@@ -155,5 +157,5 @@ def test_windows_are_refused():
     state = job.state(meter.target, 16)
     with pytest.raises(ValueError, match="without sliding windows"):
         workload_measure.measure_workload(
-            meter, state, ("flatten",), 1, workload.RunFolder(None), "w", lambda: None
+            meter, state, ("flatten",), 1, RunFolder(None), "w", lambda: None
         )
