@@ -35,7 +35,7 @@ class PlannedRow(DecoderRow):
     ) -> None:
         """Args: "oracle", "random" or "replay"; the tree's name; what it runs on; the row that
         gives the continuation; for a replay, the lengths of its texts, taken in turn."""
-        shape = bench.decoder(tree).tree if bench.heads else _tree_without_heads(tree)
+        shape = bench.decoder(tree).tree.head_tree if bench.heads else _tree_without_heads(tree)
         self._heads = PlannedHeads(
             shape,
             bench.model.get_output_embeddings().weight.shape[0],

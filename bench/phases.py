@@ -110,6 +110,7 @@ def measure_phases(
         bench.tokenizer,
         bench.heads,
         tree=tree_request(tree),
+        lookup=bench.lookup,
         tree_values=bench.values,
         cuda_graphs=False,
         clock=bench.clock,

@@ -38,7 +38,7 @@ from specdeft.loading import (
     pick_dtype,
 )
 from specdeft.prompt import encode_prompt
-from specdeft.tree_choice import TreeRequest
+from specdeft.trees.request import LookupRequest, TreeRequest
 from specdeft.trees.search import ValuedPaths
 from specdeft.trees.token_tree import TokenTree
 
@@ -51,7 +51,7 @@ class Workbench:
     """What every decoder of a run shares: the same weights, heads and clock.
 
     Attributes:
-        model, tokenizer, heads, values, cuda_graphs, compile, clock: see `SpecDecoder`.
+        model, tokenizer, heads, values, cuda_graphs, compile, lookup, clock: see `SpecDecoder`.
     """
 
     model: PreTrainedModel
@@ -61,6 +61,7 @@ class Workbench:
     clock: Clock = time.perf_counter
     cuda_graphs: bool | None = None
     compile: bool = False
+    lookup: LookupRequest = "auto"
 
     def decoder(self, tree: str) -> SpecDecoder:
         """The decoder of a tree as `parse_trees` names it; "plain" is the one-node tree.
@@ -73,6 +74,7 @@ class Workbench:
             self.tokenizer,
             self.heads,
             tree=tree_request(tree),
+            lookup=self.lookup,
             tree_values=self.values,
             cuda_graphs=self.cuda_graphs,
             compile=self.compile,
@@ -217,6 +219,12 @@ def add_options(parser: argparse.ArgumentParser, usual: Amount) -> None:
         "--model", default=next(iter(DEFAULT_MODELS)), help="name, id, folder, or random:llama-3-8b"
     )
     model.add_argument("--heads", default="auto", help="folder, auto, none, or random")
+    model.add_argument(
+        "--lookup",
+        default="auto",
+        choices=("auto", "on", "off"),
+        help="lookup chains in trees of a size: where they pay, always, never",
+    )
     model.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     model.add_argument("--device", default="auto", help="auto, cpu or cuda")
     model.add_argument("--threads", type=int, help="CPU threads; torch's own choice if not given")
@@ -363,6 +371,7 @@ def load(options: argparse.Namespace) -> Workbench:
         found.values if found else None,
         cuda_graphs=False if options.no_cuda_graphs else None,
         compile=options.compile,
+        lookup=options.lookup,
     )
 
 

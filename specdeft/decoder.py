@@ -22,7 +22,8 @@ from specdeft.result import GenerationResult
 from specdeft.run_state import RunStates
 from specdeft.stream import Stream, Turn
 from specdeft.text import TextAssembler
-from specdeft.tree_choice import TreeChoice, TreeRequest
+from specdeft.tree_choice import TreeChoice
+from specdeft.trees.request import LookupRequest, TreeRequest
 from specdeft.trees.search import ValuedPaths
 from specdeft.trees.token_tree import TokenTree
 
@@ -32,7 +33,7 @@ class SpecDecoder:
 
     Attributes:
         model, tokenizer: the stock Hugging Face objects, usable on their own at any time.
-        heads: the draft heads, or None (plain decoding only).
+        heads: the draft heads, or None.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class SpecDecoder:
         heads: MedusaHeads | None = None,
         *,
         tree: TreeRequest = "auto",
+        lookup: LookupRequest = "auto",
         tree_values: ValuedPaths | None = None,
         kernels: KernelChoice | None = None,
         cuda_graphs: bool | None = None,
@@ -53,9 +55,11 @@ class SpecDecoder:
         Args:
             model: a decoder-only causal LM.
             tokenizer: its tokenizer.
-            heads: draft heads made for this model; None decodes plainly.
+            heads: draft heads made for this model; None drafts by lookup alone.
             tree: "auto" (the size with the most tokens per second by measured step cost), a
                 number of nodes, a tree's name, a JSON file, or a `TokenTree`.
+            lookup: whether trees hold guesses copied from where the same words stood earlier in
+                the text: "auto" where measured values say that it pays, "on" in every tree, "off".
             tree_values: the heads' rank paths by value, which "auto" and a number need.
             kernels: which attention kernels; by default those of the model's device.
             cuda_graphs: replay steps from CUDA graphs; by default wherever the model is on CUDA.
@@ -85,6 +89,7 @@ class SpecDecoder:
         )
         self._clock = clock
         self._tree_values = tree_values
+        self._lookup = lookup
         self._choice = self._choose(tree)
         self._states = RunStates(self._engine)
         self._turn = Turn()
@@ -98,6 +103,7 @@ class SpecDecoder:
         dtype: torch.dtype | str = "auto",
         device: torch.device | str = "auto",
         tree: TreeRequest = "auto",
+        lookup: LookupRequest = "auto",
         cuda_graphs: bool | None = None,
         compile: bool = False,
         **model_arguments: Any,
@@ -107,11 +113,11 @@ class SpecDecoder:
         Args:
             name: "smollm2-135m" (embedded, no download) or anything `AutoModelForCausalLM` loads.
             heads: a folder or file of heads, ours or in another project's format
-                (docs/formats.md); "auto" takes the shipped ones where there are any; None decodes
-                plainly.
+                (docs/formats.md); "auto" takes the shipped ones where there are any; None drafts
+                by lookup alone.
             dtype: "auto" is bfloat16 where the device computes in it, else float32.
             device: "auto" is CUDA where there is a GPU, else the CPU.
-            tree, cuda_graphs, compile: see `__init__`.
+            tree, lookup, cuda_graphs, compile: see `__init__`.
             model_arguments: passed to `from_pretrained` of transformers.
 
         Raises:
@@ -124,6 +130,7 @@ class SpecDecoder:
             loaded.tokenizer,
             found.heads if found else None,
             tree=tree,
+            lookup=lookup,
             tree_values=found.values if found else None,
             cuda_graphs=cuda_graphs,
             compile=compile,
@@ -264,7 +271,7 @@ class SpecDecoder:
         return self._choice.report
 
     def _choose(self, tree: TreeRequest) -> TreeChoice:
-        return TreeChoice(self._engine, tree, self._tree_values, self._clock)
+        return TreeChoice(self._engine, tree, self._tree_values, self._clock, self._lookup)
 
     def _start(
         self,

@@ -47,6 +47,12 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--tree", default="auto", help="auto (measured), number of nodes, name, or JSON file"
     )
+    options.add_argument(
+        "--lookup",
+        default="auto",
+        choices=("auto", "on", "off"),
+        help="guess what followed the same words earlier in the text: auto is where it pays",
+    )
     options.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     options.add_argument("--device", default="auto", help="auto, cpu or cuda")
     options.add_argument(
@@ -75,7 +81,12 @@ def main(arguments: Sequence[str]) -> int:
     _quiet_loading()
     heads = None if options.heads == "none" else options.heads
     decoder = SpecDecoder.from_pretrained(
-        options.model, heads=heads, dtype=options.dtype, device=options.device, tree=options.tree
+        options.model,
+        heads=heads,
+        dtype=options.dtype,
+        device=options.device,
+        tree=options.tree,
+        lookup=options.lookup,
     )
     stream = decoder.stream(prompt, config=config, raw=options.raw)
     tree = decoder.tree

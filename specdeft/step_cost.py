@@ -10,7 +10,9 @@ import math
 import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import transformers
@@ -26,12 +28,33 @@ from specdeft.trees.atomic import write_text_atomic
 from specdeft.trees.token_tree import TokenTree
 from specdeft.user_cache import cache_root, tell
 
-NUM_ROUNDS = 5
-NUM_CONTEXT_TOKENS = 256
+LEAST_ROUNDS, MOST_ROUNDS = 5, 40
+ROUND_BUDGET_S = 0.2  # of steps of one size; short steps are timed more often
+STEPS_IN_A_ROW = 8  # replayed graphs: the host reads a step late, so it must not wait for each
+CONTEXTS = (256, 1024, 4096, 16384, 65536)
+
+
+class Place(NamedTuple):
+    """Where a step's time is measured: committed tokens of each sequence, and sequences."""
+
+    num_context: int = CONTEXTS[0]
+    num_sequences: int = 1
+
+    @classmethod
+    def around(cls, num_context: int, num_sequences: int = 1) -> "Place":
+        """The place that stands for a context: the smallest of a few that holds it."""
+        fitting = [context for context in CONTEXTS if context >= num_context]
+        return cls(fitting[0] if fitting else CONTEXTS[-1], num_sequences)
+
+
+USUAL_PLACE = Place()
 
 
 def measure_step_ms(
-    engine: Engine, trees: Mapping[int, TokenTree], clock: Callable[[], float]
+    engine: Engine,
+    trees: Mapping[int, TokenTree],
+    clock: Callable[[], float],
+    place: Place = USUAL_PLACE,
 ) -> dict[int, float]:
     """Median milliseconds of a greedy step by tree size, made non-decreasing.
 
@@ -39,33 +62,66 @@ def measure_step_ms(
         engine: whose steps are timed.
         trees: by number of nodes.
         clock: seconds.
+        place: with how many committed tokens and sequences; the cache holds no real text beyond
+            the first tokens, which changes no step's time.
     """
-    num_context = min(NUM_CONTEXT_TOKENS, engine.target.max_context // 2)
-    capacity = num_context + max(trees)
-    cache = engine.new_cache(capacity)
-    sequence = cache.open()
-    cache.reserve(sequence, capacity)
-    batch = Batch.empty(
-        engine.target, cache, (sequence,), 1 + max(tree.max_depth for tree in trees.values())
-    )
-    sampler = Sampler.build(GenerationConfig(), (0,), engine.target.device)
-    generator = torch.Generator().manual_seed(0)
-    prompt = torch.randint(engine.target.vocab_size, (num_context,), generator=generator)
-    engine.prefill(cache, batch, prompt.to(engine.target.device), sampler)
+    stand = _Stand.build(engine, trees, place)
     tensors = {size: engine.load_tree(tree) for size, tree in trees.items()}
     times_ms: dict[int, list[float]] = {size: [] for size in trees}
-    run = _runner(engine, cache, batch, sampler, capacity)
-    for round_index in range(NUM_ROUNDS + 1):
+    rounds = LEAST_ROUNDS
+    round_index = 0
+    while round_index <= rounds:
         for size, tree in tensors.items():
-            batch.lengths.fill_(num_context)
-            began = clock()
-            run(tree)
-            _tokens = batch.counts.tolist()  # waits for the step, as reading its tokens does
+            elapsed_ms = stand.time_ms(tree, clock)
             if round_index:  # the first round warms up
-                times_ms[size].append((clock() - began) * 1e3)
+                times_ms[size].append(elapsed_ms)
+        if round_index == 1:
+            longest_ms = max(times[0] for times in times_ms.values())
+            affordable = int(ROUND_BUDGET_S * 1e3 / max(longest_ms, 1e-3))
+            rounds = min(max(affordable, LEAST_ROUNDS), MOST_ROUNDS)
+        round_index += 1
     sizes = sorted(times_ms)
     medians = [statistics.median(times_ms[size]) for size in sizes]
     return dict(zip(sizes, isotonic(medians), strict=True))
+
+
+@dataclass(frozen=True)
+class _Stand:
+    """Static memory that steps are timed on, and how a step is run there."""
+
+    batch: Batch
+    num_context: int
+    run: Callable[[TreeTensors], None]
+    in_a_row: int
+
+    @classmethod
+    def build(cls, engine: Engine, trees: Mapping[int, TokenTree], place: Place) -> "_Stand":
+        num_levels = 1 + max(tree.max_depth for tree in trees.values())
+        in_a_row = STEPS_IN_A_ROW if engine.cuda_graphs else 1
+        room = max(trees) + in_a_row * num_levels
+        num_context = min(place.num_context, max(engine.target.max_context - room, 1))
+        cache = engine.new_cache(num_context + room)
+        sequence = cache.open()
+        cache.reserve(sequence, cache.capacity)
+        batch = Batch.empty(engine.target, cache, (sequence,), num_levels)
+        sampler = Sampler.build(GenerationConfig(), (0,), engine.target.device)
+        generator = torch.Generator().manual_seed(0)
+        num_read = min(num_context, CONTEXTS[0])
+        prompt = torch.randint(engine.target.vocab_size, (num_read,), generator=generator)
+        engine.prefill(cache, batch, prompt.to(engine.target.device), sampler)
+        cache.advance(sequence, num_context - num_read)
+        run = _runner(engine, cache, batch, sampler, num_context + room)
+        return cls(batch, num_context, run, in_a_row)
+
+    def time_ms(self, tree: TreeTensors, clock: Callable[[], float]) -> float:
+        """Milliseconds of one step, its tokens read as generations read them."""
+        self.batch.lengths.fill_(self.num_context)
+        _settled = self.batch.lengths.tolist()
+        began = clock()
+        for _ in range(self.in_a_row):
+            self.run(tree)
+        _tokens = self.batch.counts.tolist()  # waits for the steps
+        return (clock() - began) * 1e3 / self.in_a_row
 
 
 def _runner(
@@ -94,14 +150,17 @@ def isotonic(values: Sequence[float]) -> list[float]:
 
 
 def cached_step_ms(
-    engine: Engine, trees: Mapping[int, TokenTree], clock: Callable[[], float]
+    engine: Engine,
+    trees: Mapping[int, TokenTree],
+    clock: Callable[[], float],
+    place: Place = USUAL_PLACE,
 ) -> dict[int, float]:
     """`measure_step_ms`, remembered for this model, heads, device and versions.
 
     A file that cannot be read is measured again and replaced; one that cannot be written is not
     kept: the times are a help, not a result.
     """
-    key = _key(engine, trees)
+    key = _key(engine, trees, place)
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
     path = cache_root() / "step_cost" / f"{digest}.json"
     known = _read(path)
@@ -109,7 +168,7 @@ def cached_step_ms(
     if known.keys() == trees.keys() and all(0 < ms < math.inf for ms in known.values()):
         return known
     tell("measuring the step time of tree sizes on this device (some seconds, then remembered)")
-    step_ms = measure_step_ms(engine, trees, clock)
+    step_ms = measure_step_ms(engine, trees, clock, place)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomic(path, json.dumps({"key": key, "step_ms": step_ms}, indent=1) + "\n")
@@ -135,7 +194,7 @@ def _read(path: Path) -> dict[int, float]:
         return {}
 
 
-def _key(engine: Engine, trees: Mapping[int, TokenTree]) -> dict[str, str | int]:
+def _key(engine: Engine, trees: Mapping[int, TokenTree], place: Place) -> dict[str, str | int]:
     """Everything a step's time depends on that can change between two runs."""
     target, device = engine.target, engine.target.device
     cuda = device.type == "cuda"
@@ -143,6 +202,7 @@ def _key(engine: Engine, trees: Mapping[int, TokenTree]) -> dict[str, str | int]
     return {
         "model": target.config.to_json_string(use_diff=False),
         "heads": repr(heads.config) if heads else "",
+        "place": f"{place.num_context} tokens, {place.num_sequences} sequences",
         "trees": ",".join(tree.content_hash for tree in trees.values()),
         "device": torch.cuda.get_device_name(device) if cuda else platform.processor(),
         "host": platform.node(),

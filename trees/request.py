@@ -15,10 +15,15 @@ TreeRequest = str | int | Path | TokenTree
 LookupRequest = Literal["auto", "on", "off"]
 DEFAULT_CHAIN = 8  # tokens of the lookup chain that "on" adds to a tree that has none
 
+NOT_CALIBRATED = (
+    "these heads were not calibrated, so the best tree of a size is not known: run specdeft "
+    f"calibrate, name a tree ({', '.join(NAMED_TREES)}) or give a JSON file"
+)
+
 # Without heads nothing need be trained or calibrated to look up: how often a chain of 1, 2, .. is
 # right differs between texts more than between models, and the measured speed of the text at hand
 # corrects it. Measured with SmolLM2-135M on 240 questions of Spec-Bench (docs/decisions.md).
-LOOKUP_ONLY = ValuedPaths((), (), (0.5, 0.3, 0.2))
+LOOKUP_ONLY = ValuedPaths((), (), tuple(round(0.4 * 0.8**depth, 3) for depth in range(16)))
 
 
 def check_lookup(lookup: str) -> LookupRequest:
@@ -47,7 +52,8 @@ def tree_of(
             f"the tree has a lookup chain of {tree.num_lookup} tokens and lookup is off: name "
             "another tree or allow lookup"
         )
-    if lookup == "on" and not tree.num_lookup:
+    # The root alone is plain decoding, asked for by name.
+    if lookup == "on" and not tree.num_lookup and tree.num_nodes > 1:
         return tree.with_lookup(DEFAULT_CHAIN)
     return tree
 
@@ -80,10 +86,7 @@ def _of_size(num_nodes: int, values: ValuedPaths | None, lookup: LookupRequest) 
     if num_nodes == 1:
         return TokenTree.chain(0)
     if values is None:
-        raise ValueError(
-            "these heads were not calibrated, so the best tree of a size is not known: run "
-            f"specdeft calibrate, name a tree ({', '.join(NAMED_TREES)}) or give a JSON file"
-        )
+        raise ValueError(NOT_CALIBRATED)
     if lookup == "off":
         return best_tree(values, num_nodes)
     tree = best_mix(values, num_nodes).tree

@@ -229,7 +229,7 @@ def test_config_and_fields(model: Any) -> None:
         ("x", {"tree": "oak"}, "there is no tree 'oak': give auto, a number of nodes"),
         ("x", {"tree": 0}, "a tree of 0 nodes is empty"),
         ("x", {"tree": "deft-64"}, "no draft heads"),
-        ("x", {"tree": 16}, "no draft heads"),
+        ("x", {"tree": 64}, "cannot be chosen from 0 valued paths and a lookup chain"),
         ("x", {"tree": "missing.json"}, "missing.json"),
     ],
 )
@@ -252,10 +252,18 @@ def test_a_tree_deeper_than_the_heads_is_refused(model: Any) -> None:
         SpecDecoder(model, ByteTokenizer(), random_heads(num_heads=2), tree="deft-64")
 
 
-def test_auto_without_heads_is_plain_and_says_so(model: Any) -> None:
-    decoder = SpecDecoder(model, ByteTokenizer())
+def test_auto_with_neither_heads_nor_lookup_is_plain_and_says_so(model: Any) -> None:
+    decoder = SpecDecoder(model, ByteTokenizer(), lookup="off")
     assert decoder.tree.num_nodes == 1
-    assert decoder.tree_report == "no draft heads: plain decoding"
+    assert decoder.tree_report == "no draft heads and no lookup: plain decoding"
+    with pytest.raises(ValueError, match="no draft heads to fill a tree"):
+        decoder.generate("x", tree=16)
+
+
+def test_without_heads_trees_are_lookup_chains(model: Any) -> None:
+    decoder = SpecDecoder(model, ByteTokenizer(), tree=6)
+    assert decoder.tree == TokenTree.chain(0).with_lookup(5)
+    assert decoder.plain(prompt_ids(9), max_new_tokens=5).stats.num_nodes == 1
 
 
 def test_auto_without_calibration_is_refused(model: Any) -> None:

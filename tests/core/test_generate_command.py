@@ -43,10 +43,11 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 
 
 def test_text_on_stdout_figures_on_stderr(folder: Path, capsys) -> None:
-    code, out, err = run(capsys, "Hello", "--model", str(folder), "--max-new-tokens", "9")
+    asked = ["--model", str(folder), "--max-new-tokens", "9", "--lookup", "off"]
+    code, out, err = run(capsys, "Hello", *asked)
     assert code == 0
     assert len(out.rstrip("\n")) <= 9
-    assert "no draft heads: plain decoding" in err
+    assert "no draft heads and no lookup: plain decoding" in err
     assert "tau 1.00 tokens a step, acceptance length 0.00" in err
     assert "tokens/s" in err
 
@@ -102,7 +103,8 @@ def test_sampling_repeats_with_its_seed(folder: Path, capsys) -> None:
         (["a", "--top-p", "0"], "top_p is 0.0"),
         (["a", "--top-k", "-3"], "top_k is -3"),
         (["a", "--tree", "oak"], "there is no tree 'oak'"),
-        (["a", "--tree", "5"], "no draft heads"),
+        (["a", "--tree", "99"], "cannot be chosen from 0 valued paths"),
+        (["a", "--tree", "5", "--lookup", "off"], "no draft heads"),
         (["a", "--dtype", "int8"], "dtype 'int8' is not known"),
         (["a", "--device", "tpu"], "is not a device"),
         (["a", "--heads", "nowhere"], "nowhere"),
