@@ -94,8 +94,10 @@ class TreeChoice:
 
     @property
     def expected_tau(self) -> float | None:
-        """Tokens a step expected of the tree, where what it is made of was measured."""
-        return None if self._values is None else expected_mix(self._values, self.tree)
+        """Tokens a step expected of a tree that drafts, where what it is made of was measured."""
+        if self._values is None or self.tree.num_nodes == 1:
+            return None
+        return expected_mix(self._values, self.tree)
 
     def at(self, place: Place) -> Chosen:
         """What "auto" takes at a place; measures the step cost there the first time."""
