@@ -38,6 +38,39 @@ class Turn(NamedTuple):
     stop_ids: list[int]
 
 
+def load_model(
+    path: str | Path, name: str, *, known: str = "", **arguments: Any
+) -> tuple[Any, Any]:
+    """A stock model and its tokenizer, every weight of it from its files.
+
+    Args:
+        path: what transformers loads; name: what the user called it.
+        known: other names that could have been given, for the message.
+        arguments: passed to `AutoModelForCausalLM.from_pretrained`.
+
+    Raises:
+        ValueError: it cannot be loaded, or some of its weights are missing and would be random.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path, output_loading_info=True, **arguments
+        )
+    except Exception as error:  # transformers and its file readers raise of every kind
+        reason = str(error).strip().split("\n")[0].rstrip(".") or type(error).__name__
+        raise ValueError(
+            f"the model {name!r} cannot be loaded ({reason}): give {known}a Hugging Face id or a "
+            "local folder"
+        ) from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ValueError(
+            f"the model {name!r} lacks {len(missing)} weights ({missing[0]} and so on), which "
+            "would be random: get its files again"
+        )
+    return model, tokenizer
+
+
 def load_target(
     name: str,
     *,
@@ -45,19 +78,12 @@ def load_target(
     device: str | None = None,
     label: str = "",
 ) -> Target:
-    """Load and freeze a model; by default in bf16 on a GPU if there is one, else fp32 on the
-    CPU."""
+    """Load and freeze a model; by default in bf16 on a GPU if there is one, else fp32 on the CPU.
+
+    Raises ValueError as `load_model` does."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().split("\n")[0].rstrip(".")
-        raise ValueError(
-            f"the model {name!r} cannot be loaded ({reason}): give a Hugging Face id or a local "
-            "folder"
-        ) from error
+    model, tokenizer = load_model(name, name, dtype=dtype)
     frozen = model.to(device).eval().requires_grad_(False)
     return Target(frozen, tokenizer, label or Path(name).name)
 

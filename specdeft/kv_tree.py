@@ -37,6 +37,16 @@ class _Sequence:
     length: int = 0
 
 
+class _Sequences(dict[int, _Sequence]):
+    """Sequences by number; an unknown number is bad input."""
+
+    def __missing__(self, sequence: int) -> _Sequence:
+        raise ValueError(
+            f"the KV tree has no sequence {sequence!r}: it was closed or never opened; open one, "
+            "or fork one that is there"
+        )
+
+
 class KVTree:
     """Pages of keys and values and the sequences that own them.
 
@@ -68,7 +78,7 @@ class KVTree:
         self.values = torch.zeros(size, dtype=dtype, device=device)
         self._free = list(range(num_pages - 1, -1, -1))
         self._references = [0] * num_pages
-        self._sequences: dict[int, _Sequence] = {}
+        self._sequences = _Sequences()
         self._next_id = 0
 
     @classmethod
@@ -118,7 +128,8 @@ class KVTree:
 
     def close(self, sequence: int) -> None:
         """Forget a sequence; pages nobody else shares become free."""
-        self._release(self._sequences.pop(sequence).pages)
+        self._release(self._sequences[sequence].pages)
+        del self._sequences[sequence]
 
     def length(self, sequence: int) -> int:
         """Committed tokens."""

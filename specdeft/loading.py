@@ -4,15 +4,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdeft.default_model import DEFAULT_MODELS, resolve_default_model
 from specdeft.heads.medusa import MedusaHeads
+from specdeft.heads.target import load_model
 from specdeft.trees.search import ValuedPaths
 
 _SHIPPED_HEADS = Path(__file__).parent / "heads" / "pretrained"
@@ -80,23 +76,8 @@ def load_target(
     place = pick_device(device)
     precision = pick_dtype(dtype, place)
     path = resolve_default_model(str(name)) if str(name) in DEFAULT_MODELS else name
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        model, report = AutoModelForCausalLM.from_pretrained(
-            path, dtype=precision, output_loading_info=True, **arguments
-        )
-    except Exception as error:  # transformers and its file readers raise of every kind
-        reason = str(error).strip().split("\n")[0].rstrip(".") or type(error).__name__
-        raise ValueError(
-            f"the model {str(name)!r} cannot be loaded ({reason}): give "
-            f"{', '.join(DEFAULT_MODELS)}, a Hugging Face id or a local folder"
-        ) from error
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise ValueError(
-            f"the model {str(name)!r} lacks {len(missing)} weights ({missing[0]} and so on), which "
-            "would be random: get its files again"
-        )
+    known = f"{', '.join(DEFAULT_MODELS)}, "
+    model, tokenizer = load_model(path, str(name), known=known, dtype=precision, **arguments)
     if "device_map" not in arguments:
         model = model.to(place)
     return LoadedTarget(model.eval(), tokenizer, str(name))

@@ -169,3 +169,26 @@ def test_the_invariant_check_can_fail(breach: object) -> None:
 
 def test_bytes() -> None:
     assert KVShape(30, 3, 64).num_bytes(1, torch.bfloat16) == 23040
+
+
+@pytest.mark.parametrize("number", [7, -1, True, None, "0"])
+def test_unknown_sequences_are_named(number: object) -> None:
+    cache = new_tree()
+    sequence = cache.open()
+    write(cache, sequence, [1.0, 2.0])
+    cache.close(sequence)
+    for use in (
+        lambda: cache.length(number),
+        lambda: cache.fork(number),
+        lambda: cache.close(number),
+        lambda: cache.reserve(number, 1),
+        lambda: cache.advance(number, 0),
+        lambda: cache.truncate(number, 0),
+        lambda: cache.page_table([number]),
+        lambda: cache.slots(number, 0, 0),
+        lambda: cache.run(number, 1),
+        lambda: cache.length(sequence),
+    ):
+        with pytest.raises(ValueError, match="has no sequence"):
+            use()
+    cache.check_invariants()
