@@ -42,6 +42,7 @@ from specdeft.bench.workbench import (
     settings_of,
 )
 from specdeft.config import GenerationConfig
+from specdeft.trees.options import Options
 from specdeft.trees.token_tree import TokenTree
 
 _RANKS_SHOWN = 8
@@ -49,7 +50,7 @@ _RANKS_SHOWN = 8
 
 def parser() -> argparse.ArgumentParser:
     """The command's options."""
-    options = argparse.ArgumentParser(
+    options = Options(
         prog="specdeft bench acceptance",
         description="Measure tau (tokens a step, the bonus token included) of trees on prompts.",
         epilog="Example: specdeft bench acceptance --trees 16,64 --temperatures 0,0.7 "

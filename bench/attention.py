@@ -29,6 +29,7 @@ from specdeft.kernels.launch_shape import sm_count
 from specdeft.kernels.reference import tree_attention_reference
 from specdeft.trees.forest import KVForest
 from specdeft.trees.mask import mask_words_from_ancestors
+from specdeft.trees.options import Options
 from specdeft.trees.partition import balanced_chunk_tokens, build_plan
 from specdeft.trees.plan import Partition
 from specdeft.trees.token_tree import TokenTree
@@ -81,7 +82,7 @@ class Outcome(NamedTuple):
 
 def parser() -> argparse.ArgumentParser:
     """The command's options."""
-    options = argparse.ArgumentParser(
+    options = Options(
         prog="specdeft bench attention",
         description="Time one layer's tree attention against the floor and other methods, each "
         "checked against float64 first. Needs a CUDA device.",

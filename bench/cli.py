@@ -1,12 +1,12 @@
 """`specdeft bench COMMAND`: each command is imported when it is run."""
 
-import argparse
 import shutil
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from specdeft.bench.report import FORMATS, Finished, as_text
+from specdeft.trees.options import Options
 
 COMMANDS = {
     "identity": "is the text that of plain decoding, token for token",
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ValueError: bad input; nothing was measured.
     """
-    parser = argparse.ArgumentParser(
+    parser = Options(
         prog="specdeft bench",
         description="Measure speculative decoding on this machine: in one process, with the same "
         "weights, beside plain decoding and transformers generate.",

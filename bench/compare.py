@@ -16,6 +16,7 @@ from specdeft.bench import metrics
 from specdeft.bench.metrics import Run
 from specdeft.bench.report import FORMATS, Finished, Report, Table
 from specdeft.bench.run_folder import read_records
+from specdeft.trees.options import Options
 
 _MANIFEST_KEYS = ("settings", "prompts", "versions", "git", "device", "dtype", "machine")
 Figure = Callable[[Run], float | None]
@@ -23,7 +24,7 @@ Figure = Callable[[Run], float | None]
 
 def parser() -> argparse.ArgumentParser:
     """The command's options."""
-    options = argparse.ArgumentParser(
+    options = Options(
         prog="specdeft bench compare",
         description="Compare two folders that --save-result wrote: prompts paired, changes with "
         "their 95 % bootstrap intervals.",

@@ -31,11 +31,12 @@ from specdeft.bench.workbench import (
     settings_of,
 )
 from specdeft.config import GenerationConfig
+from specdeft.trees.options import Options
 
 
 def parser() -> argparse.ArgumentParser:
     """The command's options."""
-    options = argparse.ArgumentParser(
+    options = Options(
         prog="specdeft bench identity",
         description="Compare speculative with plain decoding token for token, and plain decoding "
         "with transformers generate. Exit code 1 where a text differs (in 16 bits: by more than "

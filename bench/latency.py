@@ -30,11 +30,12 @@ from specdeft.bench.workbench import (
     prepare,
     settings_of,
 )
+from specdeft.trees.options import Options
 
 
 def parser() -> argparse.ArgumentParser:
     """The command's options."""
-    options = argparse.ArgumentParser(
+    options = Options(
         prog="specdeft bench latency",
         description="Time to first token, per token, between emissions and end to end; ratios to "
         "plain decoding and to transformers generate, paired by prompt. Exit code 1 where a row of "

@@ -28,11 +28,12 @@ from specdeft.bench.workload_report import make_report
 from specdeft.default_model import DEFAULT_MODELS
 from specdeft.loading import pick_device
 from specdeft.model import TargetModel
+from specdeft.trees.options import Options
 
 
 def parser() -> argparse.ArgumentParser:
     """The command's options."""
-    options = argparse.ArgumentParser(
+    options = Options(
         prog="specdeft bench workload",
         description="Few-shot prompting, multi-step reasoning and speculative decoding on a KV "
         "tree: attention and end-to-end time per step and per token with DeFT-Flatten, Node-Chunk, "

@@ -9,7 +9,6 @@ Shapes: M rows, K heads, R ranks looked at.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from specdeft.heads.documents import Documents
 from specdeft.heads.features import Features, extract, tokens_before
 from specdeft.heads.medusa import MedusaHeads
 from specdeft.trees.lookup import look_up
+from specdeft.trees.options import Options
 from specdeft.trees.search import ValuedPaths, best_tree
 from specdeft.trees.statistics import accepted_depths, count_ranks
 from specdeft.trees.token_tree import TokenTree
@@ -211,7 +211,7 @@ def tau_by_size(
 def main(arguments: Sequence[str] | None = None) -> int:
     """`python -m specdeft.heads.calibration --model M --heads DIR --documents
     held_out.safetensors`."""
-    parser = argparse.ArgumentParser(prog="specdeft calibrate", description=main.__doc__)
+    parser = Options(prog="specdeft calibrate", description=main.__doc__)
     parser.add_argument("--model", required=True, help="Hugging Face id or folder of the target")
     parser.add_argument("--heads", required=True, type=Path, help="folder of the heads")
     parser.add_argument("--documents", required=True, type=Path, help="texts the target wrote")

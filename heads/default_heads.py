@@ -47,6 +47,7 @@ from specdeft.heads.train import (
     train_heads,
 )
 from specdeft.heads.trainer import FeatureSource, TrainConfig
+from specdeft.trees.options import Options
 from specdeft.trees.search import ValuedPaths, best_tree
 
 _NUM_NODES = 64
@@ -323,7 +324,7 @@ def _short(made: dict[str, Any]) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Make the default heads of a model within a deadline."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    parser = argparse.ArgumentParser(prog="default_heads", description=main.__doc__)
+    parser = Options(prog="default_heads", description=main.__doc__)
     add = parser.add_argument
     add("--model", required=True, help="folder or Hugging Face id of the target")
     add("--name", required=True, help="what the record calls the target")

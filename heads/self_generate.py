@@ -11,7 +11,6 @@ of the first idea: Magpie, https://arxiv.org/abs/2406.08464, section 2.
 
 from __future__ import annotations
 
-import argparse
 import random
 import time
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ from specdeft.heads.prompts import passage_prompts, short_prompts
 from specdeft.heads.sampler import Limits, Request, TextWriter, Written
 from specdeft.heads.target import Target, Turn, chat_turn, load_target
 from specdeft.heads.text_store import TextStore
+from specdeft.trees.options import Options
 
 _MAX_PERIOD = 48  # the longest loop looked for, in tokens
 _MIN_LOOP = 24  # tokens that must repeat in a row before a text counts as looping
@@ -237,7 +237,7 @@ def self_generate(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write training texts with a model of your own."""
-    parser = argparse.ArgumentParser(prog="specdeft self-generate", description=main.__doc__)
+    parser = Options(prog="specdeft self-generate", description=main.__doc__)
     parser.add_argument("--model", required=True, help="Hugging Face id or folder of the target")
     parser.add_argument("--count", type=int, default=20_000, help="texts to write")
     parser.add_argument("--wave-rows", type=int, default=256, help="texts written at once")

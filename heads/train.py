@@ -35,6 +35,7 @@ from specdeft.heads.self_generate import GenerationPlan, self_generate
 from specdeft.heads.target import Target, load_target
 from specdeft.heads.text_store import TextStore
 from specdeft.heads.trainer import FeatureSource, TrainConfig, Trainer, frequent_ids
+from specdeft.trees.options import Options
 
 RECORD_NAME = "training_record.json"
 RUN_NAME = "run.json"
@@ -215,7 +216,7 @@ def run(
 
 def _parser() -> argparse.ArgumentParser:
     shape, config = Shape(), TrainConfig()
-    parser = argparse.ArgumentParser(
+    parser = Options(
         prog="specdeft train",
         description="Train Medusa heads for a frozen Hugging Face causal language model.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -316,7 +317,7 @@ def main(arguments: Sequence[str] | None = None, folder_of: Callable[[str], str]
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The options, with those of a --config file as defaults."""
     parser = _parser()
-    only_config = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    only_config = Options(add_help=False, allow_abbrev=False)
     only_config.add_argument("--config", type=Path)
     path = only_config.parse_known_args(arguments)[0].config
     if path is not None:

@@ -1,12 +1,12 @@
 """The command line: `specdeft COMMAND`. Commands are imported when they are run, not before."""
 
-import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
 import specdeft
+from specdeft.trees.options import Options
 
 _COMMANDS = {
     "generate": ("specdeft.generate_command", "continue a prompt, streamed; --compare checks it"),
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0, or 2 for bad input (one sentence on standard error), 130 for Ctrl-C.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(
+    parser = Options(
         prog="specdeft",
         description="Your model's tokens sooner, unchanged: speculative decoding with token trees.",
         epilog="specdeft COMMAND --help explains a command. Start with: "

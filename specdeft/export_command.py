@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specdeft.default_model import DEFAULT_MODELS
+from specdeft.trees.options import Options
 
 FORMATS = ("fasterdecoding", "vllm", "tgi", "tensorrt-llm", "hub")
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -14,7 +15,7 @@ _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 def parser() -> argparse.ArgumentParser:
     """The command's options."""
-    options = argparse.ArgumentParser(
+    options = Options(
         prog="specdeft export",
         description="Write draft heads in another engine's format, read them again and compare "
         "bit for bit. Heads of any known format can be read.",

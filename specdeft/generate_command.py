@@ -8,6 +8,7 @@ from typing import Any
 
 from specdeft.config import GenerationConfig
 from specdeft.default_model import DEFAULT_MODELS
+from specdeft.trees.options import Options
 
 _DEFAULT_MODEL = next(iter(DEFAULT_MODELS))
 WARM_UP_TOKENS = 8
@@ -16,7 +17,7 @@ WARM_UP_TOKENS = 8
 def parser() -> argparse.ArgumentParser:
     """The command's options; every default is `GenerationConfig`'s."""
     defaults = GenerationConfig()
-    options = argparse.ArgumentParser(
+    options = Options(
         prog="specdeft generate",
         description="Continue a prompt with speculative decoding. The text goes to standard output "
         "as it arrives, the figures to standard error.",

@@ -8,6 +8,7 @@ from pathlib import Path
 from specdeft.default_model import DEFAULT_MODELS
 from specdeft.trees.mixing import expected_mix, share_of_nodes
 from specdeft.trees.named import NAMED_TREES
+from specdeft.trees.options import Options
 from specdeft.trees.picture import save_picture
 from specdeft.trees.request import check_lookup, tree_of
 from specdeft.trees.search import ValuedPaths
@@ -33,7 +34,7 @@ one of {", ".join(NAMED_TREES)}, or a JSON file such as
 
 def parser() -> argparse.ArgumentParser:
     """The command's options."""
-    options = argparse.ArgumentParser(
+    options = Options(
         prog="specdeft tree",
         description=_WHAT_A_TREE_IS,
         epilog="Examples:\n"
