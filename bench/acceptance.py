@@ -22,6 +22,7 @@ from specdeft.bench.metrics import (
     mean_acceptance_length,
     rank_table,
     repeat_rate_pooled,
+    request_figures,
 )
 from specdeft.bench.ranks import kept_ranks
 from specdeft.bench.report import Finished, Report, Table
@@ -178,10 +179,7 @@ def figures(measurement: Measurement) -> dict[str, Any]:
         "repeat_rate_not_looping": repeat_rate_pooled(kept),
         "acceptance_by_depth_and_rank": rank_table(measurement.runs),
         "by_kind": by_kind,
-        "requests": [
-            {"per_step_accepted": run.per_step_accepted, "num_output_tokens": len(run.token_ids)}
-            for run in measurement.runs
-        ],
+        "requests": [request_figures([run], is_timed=False) for run in measurement.runs],
     }
 
 

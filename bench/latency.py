@@ -12,7 +12,13 @@ from functools import partial
 
 from specdeft.bench.baselines import BASELINES, make_rows, parse_baselines, runs_sampled
 from specdeft.bench.gate import judge
-from specdeft.bench.latency_measure import check_reuse, kv_figures, measure, phase_figures
+from specdeft.bench.latency_measure import (
+    RowResult,
+    check_reuse,
+    kv_figures,
+    measure,
+    phase_figures,
+)
 from specdeft.bench.latency_report import make_report
 from specdeft.bench.manifest import describe_run
 from specdeft.bench.reference_rows import TRANSFORMERS
@@ -44,7 +50,9 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=HelpFormatter,
     )
     options.add_argument("--trees", default="auto", help="names, sizes or files, commas")
-    options.add_argument("--temperature", default="0", help="0 is greedy")
+    options.add_argument(
+        "--temperature", default="0", help="0 is greedy; several with commas, each against its own"
+    )
     options.add_argument("-r", "--repetitions", type=int, metavar="N", help="5 if not given")
     options.add_argument("--no-warmup", action="store_true", help="time the first calls as well")
     options.add_argument(
@@ -66,41 +74,43 @@ def main(arguments: Sequence[str]) -> Finished:
     options = parse(parser(), arguments)
     trees = parse_trees(options.trees)
     temperatures = parse_temperatures(options.temperature)
-    if len(temperatures) != 1:
-        raise ValueError("latency is measured at one temperature a run: give one number")
     if options.repetitions < 1:
         raise ValueError(f"repetitions is {options.repetitions}: give at least 1")
     task = Task.from_options(options)
-    config = replace(task.config, temperature=temperatures[0])
+    configs = [replace(task.config, temperature=temperature) for temperature in temperatures]
     baselines = parse_baselines(options.baselines)
-    if not config.is_greedy:
+    if not any(config.is_greedy for config in configs):
         baselines = tuple(name for name in baselines if runs_sampled(name))
     bench = load(options)
     task = prepare(task, bench, options)
     rows = make_rows(trees, baselines, bench, options)
     plain = next(row for row in rows if isinstance(row, DecoderRow))
-    encoded = bench.encode(task.prompts, config, options.raw)
+    encoded = bench.encode(task.prompts, task.config, options.raw)
     manifest = describe_run(
         plain.decoder, task.prompts, ["bench", "latency", *arguments], settings_of(options)
     )
     with task.folder as folder:
         folder.open(manifest)
-        measured = measure(
-            rows,
-            bench,
-            config,
-            {prompt.id: ids for prompt, ids in zip(task.prompts.prompts, encoded, strict=True)},
-            folder,
-            repetitions=options.repetitions,
-            warm_up=not options.no_warmup,
-            judge_text=partial(judge, plain.decoder.engine, config=config),
-        )
-        kinds = tuple(prompt.kind for prompt in task.prompts.prompts)
-        for row, result in zip(rows, measured, strict=True):
-            result.kinds = kinds
-            result.kv = kv_figures(row, result, encoded)
-            result.phases_ms = phase_figures(row, bench, encoded[0], config, folder)
-            check_reuse(row, result, encoded[0], config, folder)
+        measured: list[RowResult] = []
+        for config in configs:
+            # The noise of others cannot be ours: above temperature 0 our rows stand alone.
+            chosen = [row for row in rows if row.is_ours or config.is_greedy]
+            measured += measure(
+                chosen,
+                bench,
+                config,
+                {prompt.id: ids for prompt, ids in zip(task.prompts.prompts, encoded, strict=True)},
+                folder,
+                repetitions=options.repetitions,
+                warm_up=not options.no_warmup,
+                judge_text=partial(judge, plain.decoder.engine, config=config),
+                is_sweep=len(configs) > 1,
+            )
+            for row, result in zip(chosen, measured[-len(chosen) :], strict=True):
+                result.kinds = tuple(prompt.kind for prompt in task.prompts.prompts)
+                result.kv = kv_figures(row, result, encoded)
+                result.phases_ms = phase_figures(row, result, bench, encoded[0], config, folder)
+                check_reuse(row, result, encoded[0], config, folder)
         reports = [
             f"{row.name}: {row.decoder.tree_report}"
             for row in rows

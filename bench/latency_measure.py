@@ -41,6 +41,8 @@ class RowResult:
 
     Attributes:
         name, is_ours: the row's.
+        temperature: what it was run at.
+        is_sweep: whether other results of the run differ in temperature only.
         kinds: of the prompts.
         kv: analytic figures of the KV cache; empty where the row is not our engine.
         phases_ms: medians over the steps of one text; empty where they were not measured.
@@ -52,6 +54,8 @@ class RowResult:
 
     name: str
     is_ours: bool
+    temperature: float = 0.0
+    is_sweep: bool = False
     kinds: tuple[str, ...] = ()
     kv: dict[str, float] = field(default_factory=dict)
     phases_ms: dict[str, float] = field(default_factory=dict)
@@ -59,6 +63,11 @@ class RowResult:
     runs: list[list[Run]] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+
+    @property
+    def label(self) -> str:
+        """Its name, with the temperature where that tells it from another row."""
+        return f"{self.name}, T = {self.temperature:g}" if self.is_sweep else self.name
 
     @property
     def all_runs(self) -> list[Run]:
@@ -91,6 +100,7 @@ def measure(
     repetitions: int,
     warm_up: bool,
     judge_text: Judge,
+    is_sweep: bool = False,
 ) -> list[RowResult]:
     """Time every row on every prompt; what the folder holds is not run again.
 
@@ -98,10 +108,11 @@ def measure(
         rows: what is timed; one is called "plain".
         encoded: the prompts' ids by prompt id.
         judge_text: compares a row's ids with plain decoding's, for one prompt.
+        is_sweep: the run has other temperatures, too.
     """
-    results = [RowResult(row.name, row.is_ours) for row in rows]
+    results = [RowResult(row.name, row.is_ours, config.temperature, is_sweep) for row in rows]
     with progress(len(encoded) * repetitions * len(rows), "latency") as done:
-        if warm_up and not _is_complete(rows, encoded, folder, repetitions):
+        if warm_up and not _is_complete(results, encoded, folder, repetitions):
             _warm_up(rows, results, bench, config, list(encoded.values()))
         for prompt_id, ids in encoded.items():
             for result in results:
@@ -109,9 +120,9 @@ def measure(
             for repetition in range(repetitions):
                 pairs = list(zip(rows, results, strict=True))
                 for row, result in pairs if repetition % 2 == 0 else reversed(pairs):
-                    key = _key(row, prompt_id, repetition)
+                    key = _key(result, prompt_id, repetition)
                     measure_one = partial(_measured, row, ids, config)
-                    run = recorded(folder, key, row.name, prompt_id, measure_one)
+                    run = recorded(folder, key, result.label, prompt_id, measure_one)
                     result.runs[-1].append(run)
                     done()
             _judge_prompt(results, bench, config, prompt_id, ids, judge_text, folder)
@@ -119,18 +130,21 @@ def measure(
 
 
 def _is_complete(
-    rows: Sequence[Row], prompt_ids: Mapping[str, object], folder: RunFolder, repetitions: int
+    results: Sequence[RowResult],
+    prompt_ids: Mapping[str, object],
+    folder: RunFolder,
+    repetitions: int,
 ) -> bool:
     return all(
-        folder.get(_key(row, prompt_id, repetition)) is not None
-        for row in rows
+        folder.get(_key(result, prompt_id, repetition)) is not None
+        for result in results
         for prompt_id in prompt_ids
         for repetition in range(repetitions)
     )
 
 
-def _key(row: Row, prompt_id: str, repetition: int) -> str:
-    return f"{row.name}|{prompt_id}|{repetition}"
+def _key(result: RowResult, prompt_id: str, repetition: int) -> str:
+    return f"{result.label}|{prompt_id}|{repetition}"
 
 
 def _warm_up(
@@ -188,7 +202,7 @@ def _judge_prompt(
             problem = "its repetitions give different texts"
         if problem:
             result.problems.append(f"prompt {prompt_id}: {problem}")
-        key = f"verdict|{result.name}|{prompt_id}"
+        key = f"verdict|{result.label}|{prompt_id}"
         record = folder.get(key)
         if record is None:
             record = asdict(judge_text(ids, runs[0].token_ids, plain_ids))
@@ -215,6 +229,7 @@ def kv_figures(row: Row, result: RowResult, encoded: Sequence[Sequence[int]]) ->
 
 def phase_figures(
     row: Row,
+    result: RowResult,
     bench: Workbench,
     ids: Sequence[int],
     config: GenerationConfig,
@@ -223,7 +238,7 @@ def phase_figures(
     """Medians over the steps of the first text; empty for rows that are not our trees."""
     if not isinstance(row, DecoderRow) or isinstance(row, PlannedRow):
         return {}
-    key = f"phases|{row.name}"
+    key = f"phases|{result.label}"
     known = folder.get(key)
     if known is None:
         steps = measure_phases(bench, row.name, ids, _short(config, _PHASE_TOKENS))
@@ -244,7 +259,7 @@ def check_reuse(
     folder: RunFolder,
 ) -> None:
     """Whether the first prompt's time to the first token was earned anew in every repetition."""
-    key = f"unseen|{row.name}"
+    key = f"unseen|{result.label}"
     known = folder.get(key)
     if known is None:
         known = {"seen": [], "unseen": []}
@@ -258,11 +273,11 @@ def check_reuse(
         folder.put(key, known)
     if not known["seen"] or not known["unseen"]:
         return
-    ratio = min(known["unseen"]) / min(known["seen"])
-    if ratio > _REUSE_RATIO:
+    unseen, seen = min(known["unseen"]), min(known["seen"])
+    if unseen > _REUSE_RATIO * seen:
         result.problems.append(
-            f"a prompt not seen before takes {ratio:.1f} times as long to its first token: "
-            "earlier calls are reused"
+            f"a prompt not seen before takes {unseen:.3g} ms to its first token and one seen "
+            f"before {seen:.3g}: earlier calls are reused"
         )
 
 

@@ -14,6 +14,7 @@ from specdeft.bench.metrics import (
     known_values,
     latency,
     repeat_rate_pooled,
+    request_figures,
     speedup,
     speedup_end_to_end,
     summary,
@@ -36,7 +37,9 @@ def figures(
     runs = result.all_runs
     shown = result.has_speed or lossy
     known: dict[str, Any] = {
-        "row": result.name,
+        "row": result.label,
+        "name": result.name,
+        "temperature": result.temperature,
         "num_nodes": max(run.num_nodes for run in runs),
         "has_speed": result.has_speed,
         "lossy": lossy and not result.has_speed,
@@ -51,6 +54,7 @@ def figures(
         "max_memory_allocated": _peak(runs),
         "kv_analytic": result.kv,
         "phases_ms": result.phases_ms,
+        "requests": [request_figures(runs, is_timed=shown) for runs in result.runs],
     }
     if shown:
         known |= latency(runs)
@@ -102,16 +106,19 @@ def make_report(
     lossy: bool,
 ) -> Report:
     """The main table with the ratios, then the percentiles of every time."""
-    baselines = {row.name: row for row in measured if row.name in (PLAIN, TRANSFORMERS)}
+    baselines = {row.name: None for row in measured if row.name in (PLAIN, TRANSFORMERS)}
     settings = manifest["settings"]
-    found = [figures(row, baselines, settings["seed"], lossy=lossy) for row in measured]
+    found = [
+        figures(row, _baselines_of(row, measured), settings["seed"], lossy=lossy)
+        for row in measured
+    ]
     remarks = [
-        f"{row.name}: no speed, {_why(row)}" if not lossy else f"{row.name}: LOSSY, {_why(row)}"
+        f"{row.label}: no speed, {_why(row)}" if not lossy else f"{row.label}: LOSSY, {_why(row)}"
         for row in measured
         if not row.has_speed
     ]
     remarks += [
-        f"{row.name}: {row.num_passed} of {len(row.verdicts)} texts are plain decoding's but for "
+        f"{row.label}: {row.num_passed} of {len(row.verdicts)} texts are plain decoding's but for "
         f"near ties, {row.num_identical} of them exactly"
         for row in measured
         if row.num_identical < len(row.verdicts) and row.has_speed
@@ -150,6 +157,15 @@ def make_report(
         data={"manifest": manifest, "rows": found},
         charts=latency_charts(measured, found, lossy=lossy),
     )
+
+
+def _baselines_of(row: RowResult, measured: Sequence[RowResult]) -> dict[str, RowResult]:
+    """What its speed is compared with: the baselines at its own temperature."""
+    return {
+        other.name: other
+        for other in measured
+        if other.name in (PLAIN, TRANSFORMERS) and other.temperature == row.temperature
+    }
 
 
 def _unrest(measured: Sequence[RowResult]) -> float:
@@ -213,7 +229,7 @@ def _speedup_table(found: Sequence[dict[str, Any]], baselines: Sequence[str]) ->
         )
         for figure in found
         for name in baselines
-        if name != figure["row"]
+        if name != figure["name"]
         for measured, key in (("decode", "speedup"), ("whole", "speedup_end_to_end"))
         if (known := figure.get(f"{key}_over_{name}"))
     ]
@@ -247,7 +263,7 @@ def _kind_table(found: Sequence[dict[str, Any]]) -> Table:
             known["mean_acceptance_length"],
             known["ttft_ms"]["median"] if known["ttft_ms"] else None,
             known["decode_throughput"],
-            _ratio(known["speedup_over_plain"], figure["row"] == PLAIN),
+            _ratio(known["speedup_over_plain"], figure["name"] == PLAIN),
         )
         for figure in found
         for kind, known in figure.get("by_kind", {}).items()
@@ -303,30 +319,32 @@ def latency_charts(
             "Speed",
             "tokens/s, median over prompts, end to end",
             ("tokens/s",),
-            {row.name: [figure["median_tokens_per_second"]] for row, figure in shown},
+            {row.label: [figure["median_tokens_per_second"]] for row, figure in shown},
         ),
         LineChart(
             "Gaps between emissions",
             "ms",
             "share of gaps up to it",
             {
-                row.name: cumulative([gap for run in row.all_runs for gap in emission_gaps_ms(run)])
+                row.label: cumulative(
+                    [gap for run in row.all_runs for gap in emission_gaps_ms(run)]
+                )
                 for row, _ in shown
             },
         ),
     ]
-    sizes = sorted(
-        (figure["num_nodes"], figure["decode_throughput"])
-        for row, figure in shown
-        if row.is_ours and "(" not in row.name and figure["decode_throughput"]
-    )
-    if len(sizes) > 2:
-        line = {"decode": [(float(nodes), speed) for nodes, speed in sizes]}
+    sizes: dict[str, list[tuple[float, float]]] = {}
+    for row, figure in shown:
+        if row.is_ours and "(" not in row.name and figure["decode_throughput"]:
+            point = (float(figure["num_nodes"]), figure["decode_throughput"])
+            sizes.setdefault(f"T = {row.temperature:g}", []).append(point)
+    if max(map(len, sizes.values()), default=0) > 2:
+        lines = {name: sorted(points) for name, points in sizes.items()}
         charts.append(
-            LineChart("Speed against tree size", "nodes", "tokens/s", line, is_log_x=True)
+            LineChart("Speed against tree size", "nodes", "tokens/s", lines, is_log_x=True)
         )
     charts += _context_charts(shown)
-    phases = {row.name: figure["phases_ms"] for row, figure in shown if figure["phases_ms"]}
+    phases = {row.label: figure["phases_ms"] for row, figure in shown if figure["phases_ms"]}
     if phases:
         charts.append(
             BarChart(
@@ -349,7 +367,7 @@ def _context_charts(shown: Sequence[tuple[RowResult, dict[str, Any]]]) -> list[C
         for kind, known in figure["by_kind"].items():
             length, _, unit = kind.partition(" ")
             if unit == "tokens" and length.isdecimal() and known["decode_throughput"]:
-                lines.setdefault(row.name, []).append((float(length), known["decode_throughput"]))
+                lines.setdefault(row.label, []).append((float(length), known["decode_throughput"]))
     if not any(len(line) > 1 for line in lines.values()):
         return []
     title = "Speed against context"

@@ -262,6 +262,30 @@ def latency(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
+def request_figures(runs: Sequence[Run], *, is_timed: bool = True) -> dict[str, Any]:
+    """One request by vLLM's names for it: what its drafts did, and the medians of its times.
+
+    Args:
+        runs: its repetitions; their texts are one text.
+        is_timed: times may be shown.
+    """
+    first = runs[0]
+    figures: dict[str, Any] = {
+        "num_output_tokens": len(first.token_ids),
+        "finish_reason": first.finish_reason,
+        "num_spec_steps": len(first.per_step_accepted),
+        "num_spec_tokens": first.max_depth,
+        "num_draft_tokens": len(first.per_step_accepted) * (first.num_nodes - 1),
+        "num_accepted_draft_tokens": sum(first.per_step_accepted),
+        "per_step_accepted": list(first.per_step_accepted),
+    }
+    if is_timed:
+        for name, figure in (("ttft_ms", ttft_ms), ("tpot_ms", tpot_ms), ("e2el_ms", e2el_ms)):
+            values = known_values(figure, runs)
+            figures[name] = statistics.median(values) if values else None
+    return figures
+
+
 # ---- ratios
 
 

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -90,9 +91,14 @@ def as_csv(report: Report) -> str:
     return out.getvalue()
 
 
+# A list without strings or lists in it, as json.dumps breaks it over lines.
+_PLAIN_LIST = re.compile(r"\[\n([^\[\]{}\"]*?)\n *\]")
+
+
 def as_json(report: Report) -> str:
-    """One document with all the data."""
-    return json.dumps(report.data, indent=1) + "\n"
+    """One document with all the data; lists of numbers stand on one line."""
+    text = json.dumps(report.data, indent=1)
+    return _PLAIN_LIST.sub(lambda found: f"[{' '.join(found[1].split())}]", text) + "\n"
 
 
 def as_jsonl(report: Report) -> str:

@@ -97,6 +97,39 @@ def test_times_by_hand() -> None:
     assert metrics.decode_throughput([silent, timed]) == pytest.approx(4 / 0.8)
 
 
+def test_a_request_by_hand() -> None:
+    first = run([2, 0], emission_s=(0.5, 0.8, 1.2), e2e_s=1.3)
+    slower = run([2, 0], emission_s=(0.7, 1.0, 1.4), e2e_s=1.9)
+    found = metrics.request_figures([first, slower])
+    assert found == {
+        "num_output_tokens": 5,
+        "finish_reason": "length",
+        "num_spec_steps": 2,
+        "num_spec_tokens": 3,
+        "num_draft_tokens": 2 * 4,
+        "num_accepted_draft_tokens": 2,
+        "per_step_accepted": [2, 0],
+        "ttft_ms": pytest.approx(600.0),
+        "tpot_ms": pytest.approx((200.0 + 300.0) / 2),
+        "e2el_ms": pytest.approx(1600.0),
+    }
+    assert "ttft_ms" not in metrics.request_figures([first], is_timed=False)
+
+
+def test_the_time_metrics_of_several_runs_by_hand() -> None:
+    fast = run([2, 0], emission_s=(0.5, 0.8, 1.2), e2e_s=1.3)
+    slow = run([0], emission_s=(0.7, 1.5), e2e_s=1.5)
+    found = metrics.latency([fast, slow])
+    assert found["ttft_ms"]["mean"] == pytest.approx(600.0)
+    assert found["ttft_ms"]["p90"] == pytest.approx(500.0 + 0.9 * 200.0)
+    assert found["tpot_ms"]["median"] == pytest.approx((200.0 + 800.0) / 2)
+    assert found["itl_ms"]["mean"] == pytest.approx((300.0 + 400.0 + 800.0) / 3)
+    assert found["itl_ms"]["p50"] == pytest.approx(400.0)
+    assert found["e2el_ms"]["std"] == pytest.approx(200.0 / 2**0.5)
+    assert found["output_throughput"] == pytest.approx(7 / 2.8)
+    assert found["decode_throughput"] == pytest.approx(5 / 1.6)
+
+
 def test_percentiles_interpolate() -> None:
     assert metrics.percentile([4.0, 1.0, 3.0, 2.0], 50) == 2.5
     assert metrics.percentile([0.0, 10.0], 99) == pytest.approx(9.9)

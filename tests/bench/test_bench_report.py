@@ -60,6 +60,13 @@ def test_csv_and_json_keep_every_digit():
     assert json.loads(lines[0]) == {"row": "plain", "ms": 12.3456, "note": None}
 
 
+def test_json_keeps_lists_of_numbers_on_one_line():
+    data = {"steps": [1, 0, 2.5, None], "names": ["a", "[\n 1\n]"], "none": [], "deep": [[1, 2]]}
+    text = FORMATS["json"](Report("T", (), (TABLE,), (), data))
+    assert '"steps": [1, 0, 2.5, null]' in text
+    assert json.loads(text) == data
+
+
 def test_a_row_of_the_wrong_length_is_refused():
     with pytest.raises(ValueError, match="has not 2 cells"):
         Table("t", ("a", "b"), (("x",),))
