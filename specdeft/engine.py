@@ -7,25 +7,49 @@ one-node tree, so both paths share every kernel and every rule. `Engine.step` wa
 allocates nothing that grows: it runs eagerly, and `graphs.py` captures it.
 """
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from specdeft import drafting
-from specdeft.accept import accept
+from specdeft.accept import Acceptance, accept
 from specdeft.attention import KernelChoice, make_attention
 from specdeft.batch import Batch
+from specdeft.compiling import compiled, room_for_forms
 from specdeft.heads.medusa import MedusaHeads
 from specdeft.kernels.commit import commit
 from specdeft.kv_tree import KVTree
-from specdeft.model import TargetModel
+from specdeft.model import TargetModel, TargetOutput
 from specdeft.sampling import Sampler, choose_tokens
 from specdeft.tree_tensors import TreeTensors
 from specdeft.trees.token_tree import TokenTree
 
 PREFILL_CHUNK_TOKENS = 512
 PAGE_SIZE_TOKENS = 128
+
+
+class _Decision(NamedTuple):
+    """What a step leaves: the acceptance, and root [B] and hidden [B, H] of the next step."""
+
+    outcome: Acceptance
+    root: Tensor
+    hidden: Tensor
+
+
+def _decide(
+    tokens: Tensor, output: TargetOutput, start: Tensor, tree: TreeTensors, sampler: Sampler
+) -> _Decision:
+    """The target's tokens after the nodes, the walk along them, and where the next step starts."""
+    levels = start + 1 + tree.levels
+    chosen = choose_tokens(output.logits, levels, tree.depths, sampler)
+    outcome = accept(tokens, chosen, tree)
+    last = outcome.last_node[:, None, None].expand(-1, 1, output.hidden.shape[-1])
+    return _Decision(outcome, outcome.bonus, output.hidden.gather(1, last)[:, 0])
 
 
 @dataclass(frozen=True)
@@ -118,15 +142,26 @@ class Engine:
             sampler: how the target's tokens are chosen.
             max_context: see `attention.make_attention`.
         """
-        tokens = drafting.draft_tokens(self.target, self.heads, batch, tree)
+        with room_for_forms() if self.is_compiled else nullcontext():
+            self._step(cache, batch, tree, sampler, max_context)
+
+    def _step(
+        self,
+        cache: KVTree,
+        batch: Batch,
+        tree: TreeTensors,
+        sampler: Sampler,
+        max_context: int | None,
+    ) -> None:
+        draft, decide = self._fused if self.is_compiled else (drafting.draft_tokens, _decide)
+        tokens = draft(self.target, self.heads, batch, tree)
         start = batch.lengths.to(torch.int64)[:, None]
         # Drafted nodes past the last position can never be kept; any valid position will do there.
         positions = (start + tree.depths).clamp(max=self.target.max_context - 1)
         attention = make_attention(self.kernels, cache, batch, tree.num_nodes, tree, max_context)
         output = self.target.forward(tokens, positions, attention, last_only=False)
-        levels = start + 1 + tree.levels
-        chosen = choose_tokens(output.logits, levels, tree.depths, sampler)
-        outcome = accept(tokens, chosen, tree)
+        decision = decide(tokens, output, start, tree, sampler)
+        outcome = decision.outcome
         commit(
             cache.keys,
             cache.values,
@@ -137,10 +172,18 @@ class Engine:
             page_size=cache.page_size,
             capacity=cache.page_size,
         )
-        batch.root.copy_(outcome.bonus)
-        last = outcome.last_node[:, None, None].expand(-1, 1, output.hidden.shape[-1])
-        batch.hidden.copy_(output.hidden.gather(1, last)[:, 0])
+        batch.root.copy_(decision.root)
+        batch.hidden.copy_(decision.hidden)
         batch.emitted[:, : tree.num_levels] = outcome.emitted
-        batch.record(levels, outcome.emitted)
+        batch.record(start + 1 + tree.levels, outcome.emitted)
         torch.add(outcome.num_accepted, 1, out=batch.counts)
         batch.lengths += batch.counts
+
+    @cached_property
+    def _fused(self) -> tuple[Callable[..., Tensor], Callable[..., _Decision]]:
+        return compiled(drafting.draft_tokens), compiled(_decide)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether draft, layers and decision are fused by torch.compile."""
+        return self.target.is_compiled

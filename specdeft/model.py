@@ -9,7 +9,7 @@ call and restored after it, so ``model.generate`` works at any time as if we wer
 import inspect
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch import library as torch_library
 from transformers import AttentionInterface, PreTrainedModel
 
+from specdeft.compiling import compiled, room_for_forms
+from specdeft.fused_linears import SiblingLinears
 from specdeft.kv_tree import KVShape
 
 ATTENTION_NAME = "specdeft"
-# Settings with which a causal LM does more after its output layer than return the logits.
-_LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 
 class LayerAttention(Protocol):
@@ -54,6 +54,7 @@ class _Ambient(threading.local):
     also survives compilation: an object among the keywords would be traced)."""
 
     attention: LayerAttention | None = None
+    next_layer: int = 0
 
 
 _ambient = _Ambient()
@@ -76,11 +77,10 @@ def _attention(
     """The function transformers calls in every layer: q [B, Hq, N, D], k and v [B, Hkv, N, D]."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
     if torch.compiler.is_compiling():
-        return attend_op(q, k, v, s_aux, layer, scale, sliding_window, softcap), None
+        return attend_op(q, k, v, s_aux, scale, sliding_window, softcap), None
     options = AttentionOptions(scale, sliding_window, softcap, s_aux)
-    return _current_attention().attend(layer, q, k, v, options), None
+    return _attend_next(q, k, v, options, int(module.layer_idx)), None  # type: ignore[arg-type]
 
 
 @torch_library.custom_op("specdeft::attend", mutates_args=())
@@ -89,17 +89,17 @@ def attend_op(
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None,
-    layer: int,
     scale: float,
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
     """`LayerAttention.attend` of the running forward, as one opaque node of a compiled graph.
 
-    The pool it writes is touched by nothing else in the graph, so the write is not declared.
+    The pool it writes is touched by nothing else in the graph, so the write is not declared. The
+    layer is counted, not named: layers that differ in a number would be compiled one by one.
     """
     options = AttentionOptions(scale, window, softcap, sinks)
-    return _current_attention().attend(layer, q, k, v, options).contiguous()
+    return _attend_next(q, k, v, options).contiguous()
 
 
 @attend_op.register_fake
@@ -107,13 +107,22 @@ def _(q: Tensor, *_others: Any) -> Tensor:
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
-def _current_attention() -> LayerAttention:
+def _attend_next(
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, expected: int | None = None
+) -> Tensor:
+    """The attention of the layer whose turn it is: layers run in order, each once a forward."""
     if _ambient.attention is None:
         raise RuntimeError(
             "the attention 'specdeft' was called outside a SpecDecoder: select 'sdpa' or 'eager' "
             "for this model"
         )
-    return _ambient.attention
+    layer, _ambient.next_layer = _ambient.next_layer, _ambient.next_layer + 1
+    if expected is not None and expected != layer:
+        raise RuntimeError(
+            f"layer {expected} attends where layer {layer} should: a model whose layers do not "
+            "follow one another is not supported"
+        )
+    return _ambient.attention.attend(layer, q, k, v, options)
 
 
 class TargetModel:
@@ -136,7 +145,8 @@ class TargetModel:
         self.vocab_size: int = int(self.output_layer.weight.shape[0])
         self.hidden_size: int = int(self.config.hidden_size)
         self.max_context: int = int(getattr(self.config, "max_position_embeddings", 0) or 2**31 - 1)
-        self._compiled: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+        self._siblings = SiblingLinears(model)
+        self._compiled: list[tuple[nn.Module, Callable[..., Any]]] = []
         self._keeps_logits = "logits_to_keep" in inspect.signature(type(model).forward).parameters
 
     @property
@@ -153,7 +163,7 @@ class TargetModel:
     @property
     def is_compiled(self) -> bool:
         """Whether tree forwards are fused by torch.compile."""
-        return self._compiled is not None
+        return bool(self._compiled)
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, attention: LayerAttention, *, last_only: bool
@@ -166,33 +176,25 @@ class TargetModel:
             attention: stores the new keys and values and attends, layer by layer.
             last_only: return the last row's logits only (prefill).
         """
-        with self._our_attention(attention):
-            if self._compiled is not None and not last_only:
-                return TargetOutput(*self._compiled(input_ids, position_ids))
+        forwards = [] if last_only else self._compiled
+        with self._our_attention(attention), self._siblings.joined(), _exchanged(forwards):
             return self._tapped_forward(input_ids, position_ids, last_only)
 
     def compile(self) -> None:
-        """Fuse the pointwise work of later tree forwards (torch.compile; seconds per tree size).
+        """Fuse the pointwise work of later tree forwards by torch.compile.
+
+        Every layer of a kind shares one compiled form: seconds per tree size instead of a minute.
 
         Raises:
-            ValueError: the model changes its logits after the output layer, which the compiled
-                form does not follow.
+            ValueError: the model keeps its layers where they are not found.
         """
-        changed = [
-            name for name in _LOGIT_CHANGES if getattr(self.config, name, None) not in (None, 1.0)
-        ]
-        if changed:
+        layers = getattr(self.model.base_model, "layers", None)
+        if not isinstance(layers, nn.ModuleList) or len(layers) != self.shape.num_layers:
             raise ValueError(
-                f"{type(self.model).__name__} changes its logits after the output layer "
-                f"({', '.join(changed)}): use compile=False"
+                f"{type(self.model).__name__} has no list of {self.shape.num_layers} layers that "
+                "could be compiled one by one: use compile=False"
             )
-        self._compiled = torch.compile(self._plain_forward, fullgraph=True, dynamic=False)
-
-    def _plain_forward(self, input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = self.model.base_model(
-            input_ids=input_ids, position_ids=position_ids, use_cache=False
-        ).last_hidden_state
-        return self.output_layer(hidden), hidden
+        self._compiled = [(layer, compiled(layer.forward)) for layer in layers]
 
     def _tapped_forward(
         self, input_ids: Tensor, position_ids: Tensor, last_only: bool
@@ -218,7 +220,7 @@ class TargetModel:
         configs = {id(config): config for config in (self.model.config, self.config)}.values()
         before = [config._attn_implementation_internal for config in configs]
         try:
-            _ambient.attention = attention
+            _ambient.attention, _ambient.next_layer = attention, 0
             for config in configs:
                 config._attn_implementation_internal = ATTENTION_NAME
             yield
@@ -237,6 +239,19 @@ class TargetModel:
             yield
         finally:
             handle.remove()
+
+
+@contextmanager
+def _exchanged(forwards: list[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+    """Modules run other forwards within it."""
+    for module, forward in forwards:
+        module.__dict__["forward"] = forward
+    try:
+        with room_for_forms() if forwards else nullcontext():
+            yield
+    finally:
+        for module, _forward in forwards:
+            del module.__dict__["forward"]
 
 
 def _kv_shape(config: Any) -> KVShape:

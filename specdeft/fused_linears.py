@@ -1,0 +1,127 @@
+"""Sibling projections in one product: q, k and v read the same rows, and so do gate and up.
+
+At one tree token a product is bound by reading its weights, and a small one (k and v of a grouped
+model) is over before the memory is busy. The siblings' weights are moved into one tensor once;
+each module keeps its own rows of it as its weight, so the stock model is unchanged in value, in
+memory and in use, and only inside `SiblingLinears.joined` do they answer from one product.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+# Siblings by name: they are called in this order, with the same input.
+_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+class _Group:
+    """Linear layers of one input, held as one."""
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        self.layers = tuple(layers)
+        self._sizes = [layer.out_features for layer in layers]
+        self._pending: list[Tensor] = []
+        self._join()
+
+    def _join(self) -> None:
+        self._weight = _adjoined([layer.weight for layer in self.layers])
+        biases = [layer.bias for layer in self.layers if layer.bias is not None]
+        self._bias = _adjoined(biases) if biases else None
+        self._addresses = self._current_addresses()
+
+    def _current_addresses(self) -> list[int]:
+        return [
+            parameter.data_ptr()
+            for layer in self.layers
+            for parameter in (layer.weight, layer.bias)
+            if parameter is not None
+        ]
+
+    def refresh(self) -> None:
+        """Join again where the parameters were moved or replaced since."""
+        if self._current_addresses() != self._addresses:
+            self._join()
+
+    def first(self, x: Tensor) -> Tensor:
+        """The product of all; the later siblings take theirs from it."""
+        out = linear(x, self._weight, self._bias).split(self._sizes, dim=-1)
+        self._pending = list(out[1:])
+        return out[0]
+
+    def later(self, _x: Tensor) -> Tensor:
+        """The next sibling's part."""
+        return self._pending.pop(0)
+
+
+class SiblingLinears:
+    """The joined projections of one model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Join what can be joined: plain linear layers of one dtype without hooks of others."""
+        found = (_siblings(module, names) for module in model.modules() for names in _SIBLINGS)
+        self._groups = [_Group(layers) for layers in found if _can_be_joined(layers)]
+
+    @property
+    def num_groups(self) -> int:
+        """How many products stand for several."""
+        return len(self._groups)
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Within it the siblings answer from one product; not for two threads at once."""
+        for group in self._groups:
+            group.refresh()
+            first, *later = group.layers
+            # Past nn.Module's own bookkeeping of attributes, which costs more than the rest.
+            first.__dict__["forward"] = group.first
+            for layer in later:
+                layer.__dict__["forward"] = group.later
+        try:
+            yield
+        finally:
+            for group in self._groups:
+                group._pending = []
+                for layer in group.layers:
+                    del layer.__dict__["forward"]
+
+
+def _adjoined(parts: Sequence[Tensor]) -> Tensor:
+    """One tensor [sum of rows, ...] whose rows the parts are from now on."""
+    sizes = [part.numel() * part.element_size() for part in parts]
+    begin, storage = parts[0].data_ptr(), parts[0].untyped_storage()
+    follows = all(
+        part.data_ptr() == begin + sum(sizes[:index]) and part.is_contiguous()
+        for index, part in enumerate(parts)
+    )
+    if follows and begin + sum(sizes) <= storage.data_ptr() + storage.nbytes():
+        # Another decoder of this model joined them.
+        shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
+        rows: Tensor = parts[0].detach().as_strided(shape, parts[0].stride())
+        return rows
+    joined = torch.cat([part.detach() for part in parts])
+    for part, rows in zip(parts, joined.split([len(part) for part in parts]), strict=True):
+        part.data = rows
+    return joined
+
+
+def _siblings(module: nn.Module, names: Sequence[str]) -> list[nn.Linear]:
+    """The module's plain linear layers of these names; none unless all are there."""
+    layers = [getattr(module, name, None) for name in names]
+    linears = [layer for layer in layers if type(layer) is nn.Linear]
+    return linears if len(linears) == len(names) else []
+
+
+def _can_be_joined(linears: Sequence[nn.Linear]) -> bool:
+    if len({layer.in_features for layer in linears}) != 1:
+        return False
+    weights = [layer.weight for layer in linears]
+    return (
+        len({(weight.dtype, weight.device) for weight in weights}) == 1
+        and weights[0].device.type != "meta"
+        and len({layer.bias is None for layer in linears}) == 1
+        and not any(layer._forward_hooks or layer._forward_pre_hooks for layer in linears)
+        and not any("forward" in layer.__dict__ for layer in linears)
+    )
