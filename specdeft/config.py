@@ -81,6 +81,10 @@ class GenerationConfig:
             )
         return self.max_new_tokens
 
+    def is_cut(self, budget: int) -> bool:
+        """Whether such a `token_budget` was set by the context's end, and not as asked."""
+        return self.max_new_tokens is None and budget < DEFAULT_MAX_NEW_TOKENS
+
     @property
     def is_greedy(self) -> bool:
         """Whether the likeliest token is taken, without noise; so it is at a temperature so low

@@ -18,14 +18,17 @@ from specdeft.identity import IdentityReport, compare
 from specdeft.loading import load_heads, load_target
 from specdeft.model import TargetModel
 from specdeft.prompt import Prompt, encode_prompt
+from specdeft.reply import Reply
 from specdeft.result import GenerationResult
-from specdeft.run_state import RunStates
+from specdeft.run_state import Request, RunStates
 from specdeft.stream import Stream, Turn
 from specdeft.text import TextAssembler
 from specdeft.tree_choice import TreeChoice
 from specdeft.trees.request import LookupRequest, TreeRequest
 from specdeft.trees.search import ValuedPaths
 from specdeft.trees.token_tree import TokenTree
+
+MAX_BATCH_SIZE = 8
 
 
 class SpecDecoder:
@@ -48,6 +51,7 @@ class SpecDecoder:
         kernels: KernelChoice | None = None,
         cuda_graphs: bool | None = None,
         compile: bool = False,
+        max_batch_size: int = MAX_BATCH_SIZE,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Put a loaded model, its tokenizer and heads together.
@@ -65,6 +69,7 @@ class SpecDecoder:
             cuda_graphs: replay steps from CUDA graphs; by default wherever the model is on CUDA.
             compile: fuse the model's pointwise work by torch.compile (CUDA, tens of seconds per
                 tree size the first time).
+            max_batch_size: prompts of a list that are decoded together.
             clock: seconds; for tests.
 
         Raises:
@@ -87,6 +92,9 @@ class SpecDecoder:
             kernels or KernelChoice.for_device(target.device),
             on_cuda if cuda_graphs is None else cuda_graphs,
         )
+        if max_batch_size < 1:
+            raise ValueError(f"max_batch_size is {max_batch_size}: give a whole number from 1")
+        self._max_batch_size = max_batch_size
         self._clock = clock
         self._tree_values = tree_values
         self._lookup = lookup
@@ -106,6 +114,7 @@ class SpecDecoder:
         lookup: LookupRequest = "auto",
         cuda_graphs: bool | None = None,
         compile: bool = False,
+        max_batch_size: int = MAX_BATCH_SIZE,
         **model_arguments: Any,
     ) -> "SpecDecoder":
         """Load a model by name, Hugging Face id or path, and the heads that belong to it.
@@ -117,7 +126,7 @@ class SpecDecoder:
                 by lookup alone.
             dtype: "auto" is bfloat16 where the device computes in it, else float32.
             device: "auto" is CUDA where there is a GPU, else the CPU.
-            tree, lookup, cuda_graphs, compile: see `__init__`.
+            tree, lookup, cuda_graphs, compile, max_batch_size: see `__init__`.
             model_arguments: passed to `from_pretrained` of transformers.
 
         Raises:
@@ -134,18 +143,22 @@ class SpecDecoder:
             tree_values=found.values if found else None,
             cuda_graphs=cuda_graphs,
             compile=compile,
+            max_batch_size=max_batch_size,
         )
 
     @overload
     def generate(self, prompt: Prompt, **settings: Any) -> GenerationResult: ...
 
     @overload
-    def generate(self, prompt: list[Prompt], **settings: Any) -> list[GenerationResult]: ...
+    def generate(self, prompt: Sequence[Prompt], **settings: Any) -> list[GenerationResult]: ...
 
     def generate(
-        self, prompt: Prompt | list[Prompt], **settings: Any
+        self, prompt: Prompt | Sequence[Prompt], **settings: Any
     ) -> GenerationResult | list[GenerationResult]:
-        """Generate for one prompt, or for each of a list, one after the other.
+        """Generate for one prompt, or for a list of them as batches; results in their order.
+
+        Each result is what the prompt gives alone (token for token in float32). What prompts of a
+        batch begin with in common is read once, and kept once where the cache has small pages.
 
         Args:
             prompt: text (put through the model's chat template where it has one), `raw=True` text,
@@ -159,14 +172,16 @@ class SpecDecoder:
             ValueError: bad input; nothing was computed.
             RuntimeError: this decoder is generating in another thread.
         """
-        if _is_batch(prompt):
-            # All are checked before the first is computed.
-            streams = [
-                self.stream(one, **{"sequence": row, **settings})
-                for row, one in enumerate(cast(list[Prompt], prompt))
-            ]
-            return [stream.exhaust() for stream in streams]
-        return self.stream(cast(Prompt, prompt), **settings).exhaust()
+        if not _is_batch(prompt):
+            return self.stream(cast(Prompt, prompt), **settings).exhaust()[0]
+        prompts = list(cast(Sequence[Prompt], prompt))
+        size = self._max_batch_size
+        # All are checked before the first is computed.
+        streams = [
+            self._stream(prompts[first : first + size], first, **settings)
+            for first in range(0, len(prompts), size)
+        ]
+        return [result for stream in streams for result in stream.exhaust()]
 
     def stream(
         self,
@@ -182,16 +197,35 @@ class SpecDecoder:
 
         Arguments and errors as for `generate`; they are checked here, before the first piece.
         """
+        return self._stream(
+            [prompt], 0, config=config, tree=tree, raw=raw, sequence=sequence, **fields
+        )
+
+    def _stream(
+        self,
+        prompts: list[Prompt],
+        first: int,
+        *,
+        config: GenerationConfig | None = None,
+        tree: TreeRequest | None = None,
+        raw: bool = False,
+        sequence: int | None = None,
+        **fields: Any,
+    ) -> Stream:
+        """The generation of prompts first, first + 1, .. of a list, checked and not begun."""
         if config is not None and fields:
             raise ValueError(
                 f"config and {', '.join(sorted(fields))} were both given: put them in the config"
             )
         config = config or _config_from(fields)
-        prompt_ids = encode_prompt(self.tokenizer, prompt, raw=raw)
-        self._check_ids(prompt_ids)
-        budget = config.token_budget(len(prompt_ids), self._engine.target.max_context)
+        requests = []
+        for row, prompt in enumerate(prompts, first):
+            prompt_ids = encode_prompt(self.tokenizer, prompt, raw=raw)
+            self._check_ids(prompt_ids)
+            budget = config.token_budget(len(prompt_ids), self._engine.target.max_context)
+            requests.append(Request(prompt_ids, budget, row if sequence is None else sequence))
         choice = self._choice if tree is None else self._choose(tree)
-        return Stream(self._turn, lambda: self._start(prompt_ids, budget, config, choice, sequence))
+        return Stream(self._turn, lambda: self._start(requests, config, choice))
 
     def __call__(
         self,
@@ -223,7 +257,7 @@ class SpecDecoder:
 
     def plain(self, prompt: Prompt, **settings: Any) -> GenerationResult:
         """`generate` with the one-node tree: plain decoding by the same engine, the baseline."""
-        return self.stream(prompt, **{**settings, "tree": TokenTree.chain(0)}).exhaust()
+        return self.stream(prompt, **{**settings, "tree": TokenTree.chain(0)}).exhaust()[0]
 
     @property
     def device(self) -> torch.device:
@@ -274,22 +308,23 @@ class SpecDecoder:
         return TreeChoice(self._engine, tree, self._tree_values, self._clock, self._lookup)
 
     def _start(
-        self,
-        prompt_ids: list[int],
-        budget: int,
-        config: GenerationConfig,
-        choice: TreeChoice,
-        sequence: int,
+        self, requests: list[Request], config: GenerationConfig, choice: TreeChoice
     ) -> Generation:
-        engine = self._engine
+        eos_ids = self._eos_ids(config)
+        replies = [
+            Reply(
+                request.prompt_ids,
+                request.budget,
+                budget_reason="context" if config.is_cut(request.budget) else "length",
+                eos_ids=eos_ids,
+                text=TextAssembler(self.tokenizer, config.stop),
+            )
+            for request in requests
+        ]
         return Generation(
-            engine,
-            prompt_ids,
-            budget,
-            self._states.fresh(len(prompt_ids) + budget, config, choice.tree, sequence),
-            trees=choice.whole if engine.cuda_graphs else choice.for_budget,
-            eos_ids=self._eos_ids(config),
-            text=TextAssembler(self.tokenizer, config.stop),
+            replies,
+            self._states.fresh(requests, config, choice.tree),
+            trees=choice.whole if self._engine.cuda_graphs else choice.for_budget,
             clock=self._clock,
         )
 

@@ -7,7 +7,7 @@ one-node tree, so both paths share every kernel and every rule. `Engine.step` wa
 allocates nothing that grows: it runs eagerly, and `graphs.py` captures it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -69,17 +69,32 @@ class Engine:
     cuda_graphs: bool = False
 
     def new_cache(self, capacity: int) -> KVTree:
-        """A cache for ``capacity`` tokens, drafted ones included, in the layout the kernels read:
-        one page on the CPU, which walks views of the pool; small pages elsewhere."""
-        paged = self.kernels is KernelChoice.TRITON
-        page_size = PAGE_SIZE_TOKENS if paged else capacity
+        """A cache for one sequence of ``capacity`` tokens, drafted ones included."""
+        return self.new_cache_for([capacity])
+
+    def new_cache_for(self, capacities: Sequence[int]) -> KVTree:
+        """A cache for sequences of so many tokens each, drafted ones included, in the layout the
+        kernels read: one page a sequence on the CPU, which walks views of the pool; small pages
+        elsewhere."""
+        page_size = self.page_size_for(capacities)
         return KVTree(
             self.target.shape,
-            num_pages=-(-capacity // page_size),
+            num_pages=sum(-(-capacity // page_size) for capacity in capacities),
             page_size=page_size,
             dtype=self.target.dtype,
             device=self.target.device,
         )
+
+    def page_size_for(self, capacities: Sequence[int]) -> int:
+        """Tokens per page of a cache for such sequences."""
+        return PAGE_SIZE_TOKENS if self.kernels is KernelChoice.TRITON else max(capacities)
+
+    def can_hold(self, cache: KVTree, capacities: Sequence[int]) -> bool:
+        """Whether a cache made for others holds sequences of so many tokens each."""
+        one_page_each = self.kernels is not KernelChoice.TRITON
+        if one_page_each and max(capacities) > cache.page_size:
+            return False
+        return sum(-(-capacity // cache.page_size) for capacity in capacities) <= cache.num_pages
 
     def load_tree(self, tree: TokenTree) -> TreeTensors:
         """Copy a tree to the device.
@@ -96,23 +111,30 @@ class Engine:
         return TreeTensors.build(tree, self.target.device)
 
     @torch.inference_mode()
-    def prefill(self, cache: KVTree, batch: Batch, prompt: Tensor, sampler: Sampler) -> None:
-        """Read the prompt [T] int64 into the one sequence of ``batch`` and decide its first token.
+    def read(self, cache: KVTree, batch: Batch, tokens: Tensor) -> TargetOutput:
+        """Read tokens [T] int64 into the one sequence of ``batch``, behind what it holds.
 
-        The KV tree's own count is advanced; the first token is ``batch.emitted[0, 0]``.
+        The KV tree's own count is advanced. Returns logits and hidden state of the last token.
         """
         (sequence,) = batch.sequences
-        for chunk in prompt.split(PREFILL_CHUNK_TOKENS):
+        for chunk in tokens.split(PREFILL_CHUNK_TOKENS):
             start, num_new = cache.length(sequence), len(chunk)
             output = self.target.forward(
                 chunk[None],
-                torch.arange(start, start + num_new, device=prompt.device)[None],
+                torch.arange(start, start + num_new, device=tokens.device)[None],
                 make_attention(self.kernels, cache, batch, num_new, None),
                 last_only=True,
             )
             batch.history[:, start : start + num_new] = chunk
             cache.advance(sequence, num_new)
             batch.lengths += num_new
+        return output
+
+    @torch.inference_mode()
+    def prefill(self, cache: KVTree, batch: Batch, prompt: Tensor, sampler: Sampler) -> None:
+        """Read the prompt [T] int64 into the one sequence of ``batch``, behind what it holds, and
+        decide its first token, which is ``batch.emitted[0, 0]`` then."""
+        output = self.read(cache, batch, prompt)
         depths = torch.zeros(1, dtype=torch.int64, device=prompt.device)
         position = batch.lengths.to(torch.int64)[:, None]
         batch.root.copy_(choose_tokens(output.logits, position, depths, sampler)[:, 0])
@@ -177,7 +199,7 @@ class Engine:
         batch.emitted[:, : tree.num_levels] = outcome.emitted
         batch.record(start + 1 + tree.levels, outcome.emitted)
         torch.add(outcome.num_accepted, 1, out=batch.counts)
-        batch.lengths += batch.counts
+        batch.lengths.add_(batch.counts).mul_(batch.active)
 
     @cached_property
     def _fused(self) -> tuple[Callable[..., Tensor], Callable[..., _Decision]]:

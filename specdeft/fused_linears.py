@@ -8,6 +8,7 @@ memory and in use, and only inside `SiblingLinears.joined` do they answer from o
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -47,9 +48,9 @@ class _Group:
 
     def first(self, x: Tensor) -> Tensor:
         """The product of all; the later siblings take theirs from it."""
-        out = linear(x, self._weight, self._bias).split(self._sizes, dim=-1)
-        self._pending = list(out[1:])
-        return out[0]
+        out: Tensor = linear(x, self._weight, self._bias)
+        mine, *self._pending = out.split(self._sizes, dim=-1)
+        return cast(Tensor, mine)
 
     def later(self, _x: Tensor) -> Tensor:
         """The next sibling's part."""

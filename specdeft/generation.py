@@ -1,126 +1,91 @@
-"""One generation as it runs: steps in, kept tokens and text pieces out, then the result.
+"""One generation as it runs: steps of a batch in, kept tokens and text pieces out, then results."""
 
-What a step emits past the end (end of text, stop string, token budget) is cut here from ids, text,
-statistics and cache alike.
-"""
+from collections.abc import Callable, Iterator, Sequence
 
-from collections.abc import Callable, Iterator
-
-import torch
-
-from specdeft.engine import Engine
-from specdeft.result import FinishReason, GenerationResult, GenerationStats
+from specdeft.reply import Reply
+from specdeft.result import GenerationResult
 from specdeft.run_state import RunState
-from specdeft.text import TextAssembler
 from specdeft.tree_tensors import TreeTensors
 
 
 class Generation:
-    """Iterating yields pieces of text; ``result`` is set once the iterator is exhausted.
+    """Iterating yields pieces of text, one per reply; ``results`` is there once it is exhausted.
 
     Attributes:
-        result: the outcome, None while it runs.
+        results: the outcomes in the order of the replies, None while it runs.
     """
 
     def __init__(
         self,
-        engine: Engine,
-        prompt_ids: list[int],
-        budget: int,
+        replies: Sequence[Reply],
         state: RunState,
         *,
         trees: Callable[[int], TreeTensors],
-        eos_ids: frozenset[int],
-        text: TextAssembler,
         clock: Callable[[], float],
     ) -> None:
-        self.result: GenerationResult | None = None
-        self._engine = engine
-        self._prompt_ids = prompt_ids
-        self._budget = budget
+        """Args: the replies, one per sequence of the state; the tree of a step by the most tokens
+        that any reply may still keep; seconds."""
+        self.results: list[GenerationResult] | None = None
+        self._replies = list(replies)
         self._state = state
         self._trees = trees
-        self._eos_ids = eos_ids
-        self._text = text
         self._clock = clock
-        self._histogram: list[int] = []
         self._num_nodes = 1
         self._paused_s = 0.0
+        self._decode_s = [0.0] * len(self._replies)
 
     @property
     def num_new_tokens(self) -> int:
-        """Tokens kept so far."""
-        return len(self._text.token_ids)
+        """Tokens kept so far, of all replies."""
+        return sum(len(reply.text.token_ids) for reply in self._replies)
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[list[str]]:
         try:
             yield from self._run()
         finally:
             self._state.stepper.finish()
             self._state.cache.clear()
 
-    def _run(self) -> Iterator[str]:
-        cache, batch, stepper = self._state.cache, self._state.batch, self._state.stepper
-        prompt = torch.tensor(self._prompt_ids, dtype=torch.int64).to(self._engine.target.device)
+    def _run(self) -> Iterator[list[str]]:
+        stepper, going = self._state.stepper, dict(enumerate(self._replies))
         began = self._clock()
-        self._engine.prefill(cache, batch, prompt, self._state.sampler)
-        _, reason = self._keep([int(batch.root)])
+        self._state.read_prompts()
+        for reply, token in zip(self._replies, self._state.batch.root.tolist(), strict=True):
+            reply.begin(token)
         started = self._clock()
+        self._retire(going, started)
         yield from self._show()
-        while reason is None:
+        while going:
             while stepper.num_pending <= stepper.lead:
-                tree = self._trees(self._budget - len(self._text.token_ids))
-                self._num_nodes = max(self._num_nodes, tree.num_nodes)
-                stepper.launch(tree)
-            kept, reason = self._keep(stepper.collect())
-            self._count(kept)
+                self._launch()
+            for row, token_ids in enumerate(stepper.collect()):
+                if row in going:
+                    going[row].go_on(token_ids)
+            self._retire(going, started)
             yield from self._show()
-        decode_s = self._clock() - started - self._paused_s
-        last_piece = self._text.finish()
-        self.result = self._finish(reason, started - began, decode_s)
-        yield last_piece
+        last_pieces = [reply.text.finish() for reply in self._replies]
+        self.results = [
+            reply.result(self._num_nodes, started - began, decode_s)
+            for reply, decode_s in zip(self._replies, self._decode_s, strict=True)
+        ]
+        yield last_pieces
 
-    def _show(self) -> Iterator[str]:
+    def _launch(self) -> None:
+        tree = self._trees(max(reply.num_tokens_left for reply in self._replies))
+        self._num_nodes = max(self._num_nodes, tree.num_nodes)
+        self._state.stepper.launch(tree)
+
+    def _retire(self, going: dict[int, Reply], started: float) -> None:
+        """Take the replies that ended out of the batch."""
+        ended = [row for row, reply in going.items() if reply.reason]
+        for row in ended:
+            del going[row]
+            self._decode_s[row] = self._clock() - started - self._paused_s
+        if ended and going:
+            self._state.stepper.retire(ended)
+
+    def _show(self) -> Iterator[list[str]]:
         # The consumer's own time is not decoding time.
         shown = self._clock()
-        yield self._text.take()
+        yield [reply.text.take() for reply in self._replies]
         self._paused_s += self._clock() - shown
-
-    def _keep(self, token_ids: list[int]) -> tuple[int, FinishReason | None]:
-        """Append tokens until the generation ends; how many were kept, and why it ended."""
-        before = len(self._text.token_ids)
-        reason: FinishReason | None = None
-        for token in token_ids:
-            if self._text.push(token):
-                reason = "stop"
-            elif token in self._eos_ids:
-                reason = "eos"
-            elif len(self._text.token_ids) >= self._budget:
-                reason = "length"
-            if reason:
-                break
-        return len(self._text.token_ids) - before, reason
-
-    def _count(self, num_kept: int) -> None:
-        # A step always emits the bonus; a cut step counts only what was kept of it.
-        accepted = max(num_kept - 1, 0)
-        self._histogram += [0] * (accepted + 1 - len(self._histogram))
-        self._histogram[accepted] += 1
-
-    def _finish(self, reason: FinishReason, prefill_s: float, decode_s: float) -> GenerationResult:
-        stats = GenerationStats(
-            num_prompt_tokens=len(self._prompt_ids),
-            num_new_tokens=len(self._text.token_ids),
-            num_nodes=self._num_nodes,
-            num_steps=sum(self._histogram),
-            acceptance_histogram=tuple(self._histogram),
-            prefill_s=prefill_s,
-            decode_s=decode_s,
-        )
-        return GenerationResult(
-            text=self._text.text,
-            token_ids=tuple(self._text.token_ids),
-            prompt_ids=tuple(self._prompt_ids),
-            finish_reason=reason,
-            stats=stats,
-        )

@@ -6,6 +6,7 @@ copied out asynchronously, and the host reads them one step late, while the next
 """
 
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -63,9 +64,14 @@ class StepGraphs:
             for _ in range(RING_SIZE)
         ]
 
-    def fits(self, num_tokens: int, num_levels: int) -> bool:
-        """Whether a generation of this size can run on these tensors."""
-        return num_tokens <= self.cache.capacity and num_levels <= self.batch.emitted.shape[1]
+    def fits(self, capacity: int, num_levels: int) -> bool:
+        """Whether sequences of so many tokens and a tree of so many levels fit these tensors."""
+        held = self.batch.page_table.shape[1] * self.cache.page_size
+        return capacity <= held and num_levels <= self.batch.emitted.shape[1]
+
+    def stepper(self) -> "GraphStepper":
+        """What runs one generation on these graphs."""
+        return GraphStepper(self)
 
     def graph(self, tree: TreeTensors, max_context: int) -> torch.cuda.CUDAGraph:
         """The graph of one step of ``tree`` with at most ``max_context`` committed tokens."""
@@ -76,8 +82,9 @@ class StepGraphs:
 
     def _capture(self, tree: TreeTensors, max_context: int) -> torch.cuda.CUDAGraph:
         batch = self.batch
-        kept = [batch.root.clone(), batch.hidden.clone(), batch.lengths.clone()]
-        kept += [batch.emitted.clone(), batch.counts.clone()]
+        state = [batch.root, batch.hidden, batch.lengths, batch.emitted, batch.counts]
+        state.append(batch.history)
+        kept = [tensor.clone() for tensor in state]
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -88,7 +95,6 @@ class StepGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             self._step(tree, max_context)
-        state = (batch.root, batch.hidden, batch.lengths, batch.emitted, batch.counts)
         for tensor, value in zip(state, kept, strict=True):
             tensor.copy_(value)
         return graph
@@ -105,6 +111,7 @@ class GraphStepper:
     def __init__(self, graphs: StepGraphs) -> None:
         self._graphs = graphs
         self._launched = 0
+        self._rows = list(range(graphs.batch.size))  # that have not ended
         self._levels: deque[int] = deque()  # most tokens of each step in flight
 
     @property
@@ -116,7 +123,8 @@ class GraphStepper:
         """See `stepping.Stepper`."""
         graphs = self._graphs
         # What the device may have committed at most, without asking it.
-        most_tokens = graphs.cache.length(graphs.batch.sequences[0]) + sum(self._levels)
+        lengths = (graphs.cache.length(graphs.batch.sequences[row]) for row in self._rows)
+        most_tokens = max(lengths, default=0) + sum(self._levels)
         graphs.graph(tree, context_bucket(most_tokens)).replay()
         box = graphs.ring[self._launched % RING_SIZE]
         box.emitted.copy_(graphs.batch.emitted, non_blocking=True)
@@ -125,14 +133,25 @@ class GraphStepper:
         self._launched += 1
         self._levels.append(tree.num_levels)
 
-    def collect(self) -> list[int]:
+    def collect(self) -> list[list[int]]:
         """See `stepping.Stepper`."""
-        box = self._graphs.ring[(self._launched - self.num_pending) % RING_SIZE]
+        graphs = self._graphs
+        box = graphs.ring[(self._launched - self.num_pending) % RING_SIZE]
         box.ready.synchronize()  # of a step before the one that runs: the device does not wait
         self._levels.popleft()
-        count = int(box.counts[0])
-        self._graphs.cache.advance(self._graphs.batch.sequences[0], count)
-        return box.emitted[0, :count].tolist()
+        counts, emitted = box.counts.tolist(), box.emitted.tolist()
+        tokens: list[list[int]] = [[] for _ in counts]
+        for row in self._rows:
+            graphs.cache.advance(graphs.batch.sequences[row], counts[row])
+            tokens[row] = emitted[row][: counts[row]]
+        return tokens
+
+    def retire(self, rows: Sequence[int]) -> None:
+        """See `stepping.Stepper`."""
+        batch, cache = self._graphs.batch, self._graphs.cache
+        for row in rows:
+            self._rows.remove(row)
+            batch.retire(row, cache.own_page(batch.sequences[row]))
 
     def finish(self) -> None:
         """See `stepping.Stepper`."""

@@ -177,6 +177,17 @@ class KVTree:
         for sequence in list(self._sequences):
             self.close(sequence)
 
+    def own_page(self, sequence: int) -> int:
+        """The last page of a sequence, which no other shares.
+
+        Raises:
+            ValueError: it has no such page.
+        """
+        pages = self._sequences[sequence].pages
+        if not pages or self._references[pages[-1]] > 1:
+            raise ValueError("a sequence without reserved slots of its own has no page of its own")
+        return pages[-1]
+
     # -- what the kernels read -----------------------------------------------------------------
 
     def page_table(self, sequences: list[int]) -> Tensor:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-FinishReason = Literal["eos", "stop", "length"]
+FinishReason = Literal["eos", "stop", "length", "context"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ class GenerationResult:
         text: the new text, special tokens left out, cut before a stop string.
         token_ids: the new ids; an end-of-text token that ended the run is kept.
         prompt_ids: the ids the target was given.
-        finish_reason: "eos", "stop" (a stop string) or "length" (max_new_tokens).
+        finish_reason: "eos", "stop" (a stop string), "length" (max_new_tokens, or the default of
+            it) or "context" (no limit was given and the context is full).
         stats: how it came about.
     """
 

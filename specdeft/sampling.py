@@ -8,6 +8,7 @@ Daliri et al., arXiv 2408.07978, with a counter-based generator). All functions 
 waits and of data-dependent shapes unless the logits are on the CPU.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,6 +64,14 @@ class Sampler:
         )
         sampler.restart(config, numbers)
         return sampler
+
+    def row(self, index: int) -> "Sampler":
+        """One sequence's sampler, on the same storage."""
+        return self.select(slice(index, index + 1))
+
+    def select(self, rows: "slice | Sequence[int]") -> "Sampler":
+        """The sampler of some of the sequences."""
+        return Sampler(self.rule, self.keys[rows], self.temperature)
 
     def restart(self, config: GenerationConfig, numbers: tuple[int, ...]) -> None:
         """Use the same tensors for another request of as many sequences."""

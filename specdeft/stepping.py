@@ -1,5 +1,6 @@
 """Running steps and reading what they emitted: at once, or a step late from replayed graphs."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from specdeft.batch import Batch
@@ -10,7 +11,10 @@ from specdeft.tree_tensors import TreeTensors
 
 
 class Stepper(Protocol):
-    """Launches steps and hands back their tokens in order, at most ``lead`` steps late."""
+    """Launches steps of a batch and hands back their tokens in order, at most ``lead`` steps late.
+
+    Rows are those of the batch as it began, also after some of them ended.
+    """
 
     lead: int
 
@@ -21,8 +25,12 @@ class Stepper(Protocol):
     def launch(self, tree: TreeTensors) -> None:
         """Start one step; does not wait for it."""
 
-    def collect(self) -> list[int]:
-        """The tokens of the oldest launched step that was not collected."""
+    def collect(self) -> list[list[int]]:
+        """By row, the tokens of the oldest launched step that was not collected; none of a row
+        that ended."""
+
+    def retire(self, rows: Sequence[int]) -> None:
+        """These rows have ended: they cost no attention any more. Does not wait."""
 
     def finish(self) -> None:
         """Wait for what was launched; its tokens are dropped."""
@@ -39,6 +47,8 @@ class EagerStepper:
         self._cache = cache
         self._batch = batch
         self._sampler = sampler
+        self._num_rows = batch.size
+        self._rows = list(range(batch.size))  # of the batch as it began
 
     @property
     def num_pending(self) -> int:
@@ -47,16 +57,31 @@ class EagerStepper:
 
     def launch(self, tree: TreeTensors) -> None:
         """See `Stepper`."""
-        self._cache.reserve(self._batch.sequences[0], tree.num_nodes)
+        for sequence in self._batch.sequences:
+            self._cache.reserve(sequence, tree.num_nodes)
         self._engine.step(self._cache, self._batch, tree, self._sampler)
         self._launched = True
 
-    def collect(self) -> list[int]:
+    def collect(self) -> list[list[int]]:
         """See `Stepper`."""
         self._launched = False
-        count = int(self._batch.counts[0])
-        self._cache.advance(self._batch.sequences[0], count)
-        return self._batch.emitted[0, :count].tolist()
+        counts, emitted = self._batch.counts.tolist(), self._batch.emitted.tolist()
+        tokens: list[list[int]] = [[] for _ in range(self._num_rows)]
+        for row, sequence, count, ids in zip(
+            self._rows, self._batch.sequences, counts, emitted, strict=True
+        ):
+            self._cache.advance(sequence, count)
+            tokens[row] = ids[:count]
+        return tokens
+
+    def retire(self, rows: Sequence[int]) -> None:
+        """See `Stepper`: the batch goes on without them."""
+        kept = [index for index, row in enumerate(self._rows) if row not in rows]
+        if len(kept) == len(self._rows) or not kept:
+            return
+        self._rows = [self._rows[index] for index in kept]
+        self._batch = self._batch.select(kept)
+        self._sampler = self._sampler.select(kept)
 
     def finish(self) -> None:
         """See `Stepper`."""

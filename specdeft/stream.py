@@ -47,7 +47,8 @@ class Turn:
 
 
 class Stream:
-    """The pieces of one generation; holds its decoder until exhausted, closed or superseded.
+    """The pieces of one generation, of a batch those of its first prompt; holds its decoder until
+    exhausted, closed or superseded.
 
     A stream that was left half-way (an error in its consumer, Ctrl-C) need not be closed: the next
     generation started by the same thread ends it. Another thread is refused meanwhile.
@@ -63,7 +64,12 @@ class Stream:
     @property
     def result(self) -> GenerationResult | None:
         """The outcome; None until the stream is exhausted."""
-        return self._box[0].result if self._box else None
+        return self.results[0] if self.results else None
+
+    @property
+    def results(self) -> list[GenerationResult] | None:
+        """The outcomes of all prompts of a batch; None until the stream is exhausted."""
+        return self._box[0].results if self._box else None
 
     @property
     def num_new_tokens(self) -> int:
@@ -81,13 +87,13 @@ class Stream:
             )
         return next(self._pieces)
 
-    def exhaust(self) -> GenerationResult:
-        """Run to the end and return the outcome."""
+    def exhaust(self) -> list[GenerationResult]:
+        """Run to the end and return the outcomes."""
         for _piece in self:
             pass
-        if self.result is None:
+        if self.results is None:
             raise RuntimeError("this stream was closed before its end: it has no result")
-        return self.result
+        return self.results
 
     def close(self) -> None:
         """End early: the cache is released and the decoder is free again."""
@@ -107,4 +113,5 @@ def _run(
 ) -> Generator[str, None, None]:
     with turn.taken_by(stream):
         box.append(start())
-        yield from box[0]
+        for pieces in box[0]:
+            yield pieces[0]

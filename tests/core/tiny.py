@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -192,3 +193,36 @@ class DeviceScriptedHeads(nn.Module):
         self.at += 1 + length[0]
         self.step += 1
         return torch.where(hit, right[:, None], wrong)[None]
+
+
+class SuccessorHeads(nn.Module):
+    """Heads without a state: what followed a token in known texts is guessed to follow it again.
+
+    The guess depends on the root alone, so it is the same in a batch and alone, and a CUDA graph
+    holds it; being right now and wrong then, it makes the lengths of a batch drift apart.
+    """
+
+    def __init__(self, texts: Sequence[Sequence[int]], device: Any = "cpu") -> None:
+        super().__init__()
+        self.config = SimpleNamespace(num_heads=5, num_logits=VOCAB_SIZE)
+        seen: dict[int, list[int]] = {token: [] for token in range(VOCAB_SIZE)}
+        for text in texts:
+            for token, successor in pairwise(text):
+                if successor not in seen[token]:
+                    seen[token].append(successor)
+        # By token, all tokens: those seen behind it first.
+        rows = [
+            [*seen[token], *(other for other in range(VOCAB_SIZE) if other not in seen[token])]
+            for token in range(VOCAB_SIZE)
+        ]
+        self.table = torch.tensor(rows, device=device)
+
+    def draft(
+        self, hidden: Tensor, root: Tensor, embed: nn.Module, output_layer: nn.Module, top_k: int
+    ) -> Tensor:
+        heads, token = [], root
+        for _ in range(self.config.num_heads):
+            ranked = self.table.index_select(0, token)
+            heads.append(ranked[:, :top_k])
+            token = ranked[:, 0]
+        return torch.stack(heads, dim=1)
