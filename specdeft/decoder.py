@@ -16,6 +16,7 @@ from specdeft.generation import Generation
 from specdeft.heads.medusa import MedusaHeads
 from specdeft.identity import IdentityReport, compare
 from specdeft.loading import load_heads, load_target
+from specdeft.memory import DEFAULT_KV_FRACTION
 from specdeft.model import TargetModel
 from specdeft.prompt import Prompt, encode_prompt
 from specdeft.reply import Reply
@@ -52,6 +53,8 @@ class SpecDecoder:
         cuda_graphs: bool | None = None,
         compile: bool = False,
         max_batch_size: int = MAX_BATCH_SIZE,
+        max_context: int | None = None,
+        kv_memory_fraction: float = DEFAULT_KV_FRACTION,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Put a loaded model, its tokenizer and heads together.
@@ -70,6 +73,8 @@ class SpecDecoder:
             compile: fuse the model's pointwise work by torch.compile (CUDA, tens of seconds per
                 tree size the first time).
             max_batch_size: prompts of a list that are decoded together.
+            max_context: most tokens of a sequence, the prompt included; by default the model's.
+            kv_memory_fraction: of the free memory, what the KV cache may take.
             clock: seconds; for tests.
 
         Raises:
@@ -94,12 +99,17 @@ class SpecDecoder:
         )
         if max_batch_size < 1:
             raise ValueError(f"max_batch_size is {max_batch_size}: give a whole number from 1")
+        if max_context is not None and not 2 <= max_context <= target.max_context:
+            raise ValueError(
+                f"max_context is {max_context}: give 2 to {target.max_context}, the model's own"
+            )
         self._max_batch_size = max_batch_size
+        self._max_context = max_context or target.max_context
         self._clock = clock
         self._tree_values = tree_values
         self._lookup = lookup
         self._choice = self._choose(tree)
-        self._states = RunStates(self._engine)
+        self._states = RunStates(self._engine, kv_memory_fraction)
         self._turn = Turn()
 
     @classmethod
@@ -115,6 +125,8 @@ class SpecDecoder:
         cuda_graphs: bool | None = None,
         compile: bool = False,
         max_batch_size: int = MAX_BATCH_SIZE,
+        max_context: int | None = None,
+        kv_memory_fraction: float = DEFAULT_KV_FRACTION,
         **model_arguments: Any,
     ) -> "SpecDecoder":
         """Load a model by name, Hugging Face id or path, and the heads that belong to it.
@@ -126,7 +138,8 @@ class SpecDecoder:
                 by lookup alone.
             dtype: "auto" is bfloat16 where the device computes in it, else float32.
             device: "auto" is CUDA where there is a GPU, else the CPU.
-            tree, lookup, cuda_graphs, compile, max_batch_size: see `__init__`.
+            tree, lookup, cuda_graphs, compile, max_batch_size, max_context, kv_memory_fraction:
+                see `__init__`.
             model_arguments: passed to `from_pretrained` of transformers.
 
         Raises:
@@ -144,6 +157,8 @@ class SpecDecoder:
             cuda_graphs=cuda_graphs,
             compile=compile,
             max_batch_size=max_batch_size,
+            max_context=max_context,
+            kv_memory_fraction=kv_memory_fraction,
         )
 
     @overload
@@ -222,7 +237,7 @@ class SpecDecoder:
         for row, prompt in enumerate(prompts, first):
             prompt_ids = encode_prompt(self.tokenizer, prompt, raw=raw)
             self._check_ids(prompt_ids)
-            budget = config.token_budget(len(prompt_ids), self._engine.target.max_context)
+            budget = config.token_budget(len(prompt_ids), self._max_context)
             requests.append(Request(prompt_ids, budget, row if sequence is None else sequence))
         choice = self._choice if tree is None else self._choose(tree)
         return Stream(self._turn, lambda: self._start(requests, config, choice))

@@ -33,23 +33,24 @@ PREFILL_CHUNK_TOKENS = 512
 PAGE_SIZE_TOKENS = 128
 
 
-class _Decision(NamedTuple):
-    """What a step leaves: the acceptance, and root [B] and hidden [B, H] of the next step."""
+class Decision(NamedTuple):
+    """What a step decided: the walk, root [B] and hidden state [B, H] of the next step, and the
+    positions [B, E] int64 of the emitted tokens."""
 
     outcome: Acceptance
     root: Tensor
     hidden: Tensor
+    positions: Tensor
 
 
 def _decide(
-    tokens: Tensor, output: TargetOutput, start: Tensor, tree: TreeTensors, sampler: Sampler
-) -> _Decision:
-    """The target's tokens after the nodes, the walk along them, and where the next step starts."""
-    levels = start + 1 + tree.levels
-    chosen = choose_tokens(output.logits, levels, tree.depths, sampler)
+    tokens: Tensor, output: TargetOutput, lengths: Tensor, tree: TreeTensors, sampler: Sampler
+) -> Decision:
+    positions = lengths.to(torch.int64)[:, None] + 1 + tree.levels
+    chosen = choose_tokens(output.logits, positions, tree.depths, sampler)
     outcome = accept(tokens, chosen, tree)
     last = outcome.last_node[:, None, None].expand(-1, 1, output.hidden.shape[-1])
-    return _Decision(outcome, outcome.bonus, output.hidden.gather(1, last)[:, 0])
+    return Decision(outcome, outcome.bonus, output.hidden.gather(1, last)[:, 0], positions)
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,14 @@ class Engine:
     def page_size_for(self, capacities: Sequence[int]) -> int:
         """Tokens per page of a cache for such sequences."""
         return PAGE_SIZE_TOKENS if self.kernels is KernelChoice.TRITON else max(capacities)
+
+    def stored_tokens(self, capacities: Sequence[int], num_shared: int) -> list[int]:
+        """Tokens to store for each of several sequences whose first ``num_shared`` are the same:
+        full pages of them are kept once, where there are small pages."""
+        if self.kernels is not KernelChoice.TRITON:
+            return list(capacities)
+        kept_once = num_shared // PAGE_SIZE_TOKENS * PAGE_SIZE_TOKENS
+        return [capacities[0], *(capacity - kept_once for capacity in capacities[1:])]
 
     def can_hold(self, cache: KVTree, capacities: Sequence[int]) -> bool:
         """Whether a cache made for others holds sequences of so many tokens each."""
@@ -165,24 +174,47 @@ class Engine:
             max_context: see `attention.make_attention`.
         """
         with room_for_forms() if self.is_compiled else nullcontext():
-            self._step(cache, batch, tree, sampler, max_context)
+            tokens = self.draft(batch, tree)
+            output = self.verify(cache, batch, tree, tokens, max_context)
+            decision = self.decide(batch, tree, tokens, output, sampler)
+            self.commit(cache, batch, tree, decision)
 
-    def _step(
+    # -- the four phases of a step ---------------------------------------------------------------
+
+    def draft(self, batch: Batch, tree: TreeTensors) -> Tensor:
+        """The tokens of the tree's nodes, [B, N] int64."""
+        draft = self._fused[0] if self.is_compiled else drafting.draft_tokens
+        return draft(self.target, self.heads, batch, tree)
+
+    def verify(
         self,
         cache: KVTree,
         batch: Batch,
         tree: TreeTensors,
-        sampler: Sampler,
+        tokens: Tensor,
         max_context: int | None,
-    ) -> None:
-        draft, decide = self._fused if self.is_compiled else (drafting.draft_tokens, _decide)
-        tokens = draft(self.target, self.heads, batch, tree)
+    ) -> TargetOutput:
+        """The target's forward over the nodes' tokens; their keys and values stand in the cache."""
         start = batch.lengths.to(torch.int64)[:, None]
         # Drafted nodes past the last position can never be kept; any valid position will do there.
         positions = (start + tree.depths).clamp(max=self.target.max_context - 1)
         attention = make_attention(self.kernels, cache, batch, tree.num_nodes, tree, max_context)
-        output = self.target.forward(tokens, positions, attention, last_only=False)
-        decision = decide(tokens, output, start, tree, sampler)
+        return self.target.forward(tokens, positions, attention, last_only=False)
+
+    def decide(
+        self,
+        batch: Batch,
+        tree: TreeTensors,
+        tokens: Tensor,
+        output: TargetOutput,
+        sampler: Sampler,
+    ) -> Decision:
+        """The target's tokens after the nodes, and the walk along them."""
+        decide = self._fused[1] if self.is_compiled else _decide
+        return decide(tokens, output, batch.lengths, tree, sampler)
+
+    def commit(self, cache: KVTree, batch: Batch, tree: TreeTensors, decision: Decision) -> None:
+        """Keep what was accepted: in the cache, and in the batch for the next step."""
         outcome = decision.outcome
         commit(
             cache.keys,
@@ -197,12 +229,12 @@ class Engine:
         batch.root.copy_(decision.root)
         batch.hidden.copy_(decision.hidden)
         batch.emitted[:, : tree.num_levels] = outcome.emitted
-        batch.record(start + 1 + tree.levels, outcome.emitted)
+        batch.record(decision.positions, outcome.emitted)
         torch.add(outcome.num_accepted, 1, out=batch.counts)
         batch.lengths.add_(batch.counts).mul_(batch.active)
 
     @cached_property
-    def _fused(self) -> tuple[Callable[..., Tensor], Callable[..., _Decision]]:
+    def _fused(self) -> tuple[Callable[..., Tensor], Callable[..., Decision]]:
         return compiled(drafting.draft_tokens), compiled(_decide)
 
     @property

@@ -5,6 +5,7 @@ one sampler, one KV tree) and a ring of pinned outboxes: after every replay the 
 copied out asynchronously, and the host reads them one step late, while the next step runs.
 """
 
+import warnings
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -53,7 +54,7 @@ class StepGraphs:
         self.batch = batch
         self.sampler = sampler
         # A graph reads its tree's tensors where they were at capture: they are kept with it.
-        self._graphs: dict[_Key, tuple[torch.cuda.CUDAGraph, TreeTensors]] = {}
+        self._graphs: dict[_Key, tuple[torch.cuda.CUDAGraph | None, TreeTensors]] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self.ring = [
             _Outbox(
@@ -73,30 +74,79 @@ class StepGraphs:
         """What runs one generation on these graphs."""
         return GraphStepper(self)
 
-    def graph(self, tree: TreeTensors, max_context: int) -> torch.cuda.CUDAGraph:
-        """The graph of one step of ``tree`` with at most ``max_context`` committed tokens."""
+    def run(self, tree: TreeTensors, max_context: int) -> None:
+        """One step of ``tree`` with at most ``max_context`` committed tokens: replayed, or eager
+        where there was no memory to capture it, which is said once."""
+        graph = self.graph(tree, max_context)
+        if graph is None:
+            self._step(tree, max_context)
+        else:
+            graph.replay()
+
+    def graph(self, tree: TreeTensors, max_context: int) -> torch.cuda.CUDAGraph | None:
+        """The graph of such a step, captured when first asked for; None where memory is too short.
+
+        Raises:
+            ValueError: the model does something that no graph can hold.
+        """
         key = _Key(tree.tree.content_hash, self.sampler.rule, max_context)
         if key not in self._graphs:
-            self._graphs[key] = self._capture(tree, max_context), tree
+            self._graphs[key] = self._captured(tree, max_context), tree
         return self._graphs[key][0]
+
+    def _captured(self, tree: TreeTensors, max_context: int) -> torch.cuda.CUDAGraph | None:
+        """Capture; where memory is too short for it, without the graphs there are."""
+        for attempt in range(2):
+            try:
+                return self._capture(tree, max_context)
+            except torch.cuda.OutOfMemoryError:
+                if attempt == 0:
+                    self._graphs.clear()
+                    torch.cuda.empty_cache()
+        warnings.warn(
+            f"no memory is left to capture a step of {tree.num_nodes} nodes x {self.batch.size} "
+            f"sequences at {max_context} tokens: it runs without a CUDA graph, which is slower; "
+            "use a smaller tree or batch, or a lower kv_memory_fraction",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
 
     def _capture(self, tree: TreeTensors, max_context: int) -> torch.cuda.CUDAGraph:
         batch = self.batch
         state = [batch.root, batch.hidden, batch.lengths, batch.emitted, batch.counts]
         state.append(batch.history)
         kept = [tensor.clone() for tensor in state]
+        try:
+            return self._warm_and_capture(tree, max_context)
+        finally:
+            for tensor, value in zip(state, kept, strict=True):
+                tensor.copy_(value)
+
+    def _warm_and_capture(self, tree: TreeTensors, max_context: int) -> torch.cuda.CUDAGraph:
+        lengths = self.batch.lengths.clone()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(2):  # compiles kernels, fills library workspaces
                 self._step(tree, max_context)
-                batch.lengths.copy_(kept[2])
+                self.batch.lengths.copy_(lengths)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            self._step(tree, max_context)
-        for tensor, value in zip(state, kept, strict=True):
-            tensor.copy_(value)
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                self._step(tree, max_context)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            if isinstance(error.__context__, torch.cuda.OutOfMemoryError):
+                raise error.__context__ from None
+            name = type(self.engine.target.model).__name__
+            reason = str(error.__context__ or error).strip().split("\n")[0].rstrip(".")
+            raise ValueError(
+                f"{name} cannot be captured in a CUDA graph ({reason}): use cuda_graphs=False, "
+                "which is slower"
+            ) from error
         return graph
 
     def _step(self, tree: TreeTensors, max_context: int) -> None:
@@ -125,7 +175,7 @@ class GraphStepper:
         # What the device may have committed at most, without asking it.
         lengths = (graphs.cache.length(graphs.batch.sequences[row]) for row in self._rows)
         most_tokens = max(lengths, default=0) + sum(self._levels)
-        graphs.graph(tree, context_bucket(most_tokens)).replay()
+        graphs.run(tree, context_bucket(most_tokens))
         box = graphs.ring[self._launched % RING_SIZE]
         box.emitted.copy_(graphs.batch.emitted, non_blocking=True)
         box.counts.copy_(graphs.batch.counts, non_blocking=True)

@@ -99,6 +99,11 @@ class KVTree:
         """Tokens that all pages together hold."""
         return self.num_pages * self.page_size
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all pages."""
+        return self.shape.num_bytes(self.capacity, self.keys.dtype)
+
     # -- sequences -----------------------------------------------------------------------------
 
     def open(self) -> int:

@@ -133,7 +133,7 @@ def _runner(
     from specdeft.graphs import StepGraphs, context_bucket
 
     graphs, bucket = StepGraphs(engine, cache, batch, sampler), context_bucket(capacity)
-    return lambda tree: graphs.graph(tree, bucket).replay()
+    return lambda tree: graphs.run(tree, bucket)
 
 
 def isotonic(values: Sequence[float]) -> list[float]:
