@@ -134,7 +134,8 @@ class StepGraphs:
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._pool):
+            # What other threads do on the device meanwhile is theirs.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 self._step(tree, max_context)
         except torch.cuda.OutOfMemoryError:
             raise

@@ -3,20 +3,28 @@
 Run there: python -m pytest tests/test_gpu.py -m gpu
 """
 
+import _thread
 import gc
+import threading
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
+from specdeft.bench.random_model import random_model
 from specdeft.decoder import SpecDecoder
+from specdeft.graphs import StepGraphs
 from specdeft.heads.medusa import HeadsConfig, MedusaHeads
+from specdeft.trees.token_tree import TokenTree
 from tests.core.tiny import (
     FAMILIES,
     VOCAB_SIZE,
     WINDOW,
     ByteTokenizer,
     DeviceScriptedHeads,
+    SuccessorHeads,
     prompt_ids,
     tiny_model,
 )
@@ -39,7 +47,7 @@ def on_gpu(family: str) -> Any:
 @pytest.mark.parametrize("cuda_graphs", [False, True])
 def test_speculative_equals_plain_and_the_cpu(family: str, cuda_graphs: bool) -> None:
     if family == "gpt-oss" and cuda_graphs:
-        pytest.skip("gpt-oss routes its experts on the host, which no CUDA graph can hold")
+        pytest.skip("gpt-oss routes its experts on the host: see the test of its refusal")
     on_cpu = SpecDecoder(tiny_model(family), ByteTokenizer())
     model = on_gpu(family)
     plain_decoder = SpecDecoder(model, ByteTokenizer(), cuda_graphs=cuda_graphs)
@@ -61,18 +69,83 @@ def test_speculative_equals_plain_and_the_cpu(family: str, cuda_graphs: bool) ->
                 assert result.stats.tau > len(path) * 0.8
 
 
-def test_compiled_equals_eager() -> None:
-    model = on_gpu("llama")
-    heads = MedusaHeads(
-        HeadsConfig(num_heads=4, num_layers=1, hidden_size=64, vocab_size=VOCAB_SIZE)
-    ).to("cuda")
-    request = {"max_new_tokens": NUM_TOKENS, "temperature": 0.7}
-    plain = SpecDecoder(model, ByteTokenizer()).generate(prompt_ids(9), **request)
-    for graphs in (False, True):
-        decoder = SpecDecoder(
-            model, ByteTokenizer(), heads, tree="deft-64", cuda_graphs=graphs, compile=True
+def test_a_model_that_no_graph_holds_is_named() -> None:
+    model = on_gpu("gpt-oss")
+    with pytest.raises(ValueError, match=r"GptOssForCausalLM cannot be captured .*cuda_graphs=Fa"):
+        SpecDecoder(model, ByteTokenizer()).generate(prompt_ids(9), max_new_tokens=4)
+    eager = SpecDecoder(model, ByteTokenizer(), cuda_graphs=False)
+    assert eager.generate(prompt_ids(9), max_new_tokens=4).stats.num_new_tokens == 4
+
+
+COMPILED = [("llama", True), ("llama", False), ("gemma2", True), ("qwen2-window", True)]
+
+
+@pytest.mark.parametrize(("family", "cuda_graphs"), COMPILED)
+def test_compiled_equals_eager(family: str, cuda_graphs: bool) -> None:
+    """The layers, the draft by parallel and sequential heads, and the decision."""
+    model = on_gpu(family)
+    request: dict[str, Any] = {"max_new_tokens": NUM_TOKENS, "temperature": 0.7, "top_p": 0.9}
+    prompts = [torch.tensor(prompt) for prompt in batch_prompts()]
+    plain_decoder = SpecDecoder(model, ByteTokenizer(), cuda_graphs=False)
+    alone = [
+        plain_decoder.generate(prompt, sequence=row, **request).token_ids
+        for row, prompt in enumerate(prompts)
+    ]
+    for sequential in (False, True):
+        config = HeadsConfig(
+            num_heads=4,
+            num_layers=1,
+            hidden_size=64,
+            vocab_size=VOCAB_SIZE,
+            token_input=True,
+            sequential=sequential,
         )
-        assert decoder.generate(prompt_ids(9), **request).token_ids == plain.token_ids
+        heads = MedusaHeads(config).to("cuda")
+        for parameter in heads.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+        decoder = SpecDecoder(
+            model, ByteTokenizer(), heads, tree="deft-32", cuda_graphs=cuda_graphs, compile=True
+        )
+        assert decoder.generate(prompts[0], **request).token_ids == alone[0]
+        assert [r.token_ids for r in decoder.generate(prompts, **request)] == alone
+
+
+def batch_prompts() -> list[list[int]]:
+    """Eight prompts behind a common beginning of more than a page, around the window."""
+    trunk = prompt_ids(140, seed=99)
+    lengths = (1, WINDOW - 1, WINDOW + 1, 3 * WINDOW, 2, 40, WINDOW, 5)
+    return [trunk + prompt_ids(length, seed=row) for row, length in enumerate(lengths)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_a_batch_of_eight_equals_its_rows_alone(family: str, cuda_graphs: bool) -> None:
+    if family == "gpt-oss" and cuda_graphs:
+        pytest.skip("gpt-oss routes its experts on the host: see the test of its refusal")
+    model, prompts = on_gpu(family), batch_prompts()
+    plain_decoder = SpecDecoder(model, ByteTokenizer(), cuda_graphs=cuda_graphs)
+    for settings, tree in zip(
+        SETTINGS, ("deft-64", "deft-32", TokenTree.full([3, 3])), strict=True
+    ):
+        request: dict[str, Any] = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, **settings}
+        alone = [
+            plain_decoder.generate(prompt, sequence=row, **request).token_ids
+            for row, prompt in enumerate(prompts)
+        ]
+        heads = SuccessorHeads(alone, "cuda")
+        decoder = SpecDecoder(model, ByteTokenizer(), heads, tree=tree, cuda_graphs=cuda_graphs)
+        results = decoder.generate([torch.tensor(prompt) for prompt in prompts], **request)
+        assert [result.token_ids for result in results] == alone
+        assert sum(result.stats.acceptance_length for result in results) > 1
+        # Rows that end early, one of them at once, change nothing for the others.
+        request |= {"ignore_eos": False, "eos_token_ids": (alone[0][0], alone[3][7], alone[5][20])}
+        alone = [
+            plain_decoder.generate(prompt, sequence=row, **request).token_ids
+            for row, prompt in enumerate(prompts)
+        ]
+        results = decoder.generate([torch.tensor(prompt) for prompt in prompts], **request)
+        assert [result.token_ids for result in results] == alone
+        assert len({result.stats.num_steps for result in results}) > 2
 
 
 def test_a_graphed_step_never_waits_for_the_device() -> None:
@@ -100,3 +173,98 @@ def test_a_graph_keeps_the_tree_it_was_captured_with() -> None:
     junk = [torch.full((size,), 1 << 40, device="cuda") for size in (1, 2, 8, 64, 512) * 50]
     assert decoder.plain(prompt_ids(9), max_new_tokens=30).token_ids == first.token_ids
     assert len(junk) == 250
+
+
+# ---- faults
+
+
+def test_short_memory_at_capture_is_said_and_decoded_eagerly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = on_gpu("llama")
+    request: dict[str, Any] = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True}
+    expected = SpecDecoder(model, ByteTokenizer()).generate(prompt_ids(9), **request).token_ids
+    decoder = SpecDecoder(model, ByteTokenizer())
+    attempts: list[int] = []
+
+    def short(_graphs: StepGraphs, _tree: Any, max_context: int) -> None:
+        attempts.append(max_context)
+        raise torch.cuda.OutOfMemoryError("short")
+
+    monkeypatch.setattr(StepGraphs, "_warm_and_capture", short)
+    with pytest.warns(RuntimeWarning, match="no memory is left to capture a step of 1 nodes"):
+        result = decoder.generate(prompt_ids(9), **request)
+    assert result.token_ids == expected
+    assert len(attempts) == 2  # once more without the other graphs, then not again
+
+
+def test_what_cannot_fit_is_refused_with_the_numbers() -> None:
+    decoder = SpecDecoder(on_gpu("llama"), ByteTokenizer(), kv_memory_fraction=1e-9)
+    with pytest.raises(ValueError, match=r"GiB of KV cache .* GiB are free"):
+        decoder.generate(prompt_ids(9), max_new_tokens=4)
+
+
+def test_two_threads_with_a_decoder_each_on_one_model() -> None:
+    model = on_gpu("llama")
+    request: dict[str, Any] = {"max_new_tokens": NUM_TOKENS, "temperature": 0.8}
+    prompts = [prompt_ids(9, seed=seed) for seed in range(8)]
+    expected = [SpecDecoder(model, ByteTokenizer()).generate(p, **request) for p in prompts]
+    found: dict[int, tuple[int, ...]] = {}
+
+    def work(first: int) -> None:
+        decoder = SpecDecoder(model, ByteTokenizer())  # captures while the other one decodes
+        for index in range(first, 8, 2):
+            found[index] = decoder.generate(prompts[index], **request).token_ids
+
+    threads = [threading.Thread(target=work, args=(first,)) for first in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[index] for index in range(8)] == [result.token_ids for result in expected]
+
+
+def test_an_interrupted_generation_leaves_the_decoder_usable() -> None:
+    decoder = SpecDecoder(on_gpu("llama"), ByteTokenizer())
+    expected = decoder.generate(prompt_ids(9), max_new_tokens=60, ignore_eos=True).token_ids
+
+    def consume() -> None:
+        for count, _piece in enumerate(decoder.stream(prompt_ids(9), max_new_tokens=60)):
+            if count == 3:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        consume()
+    # A real one, from outside, while steps are replayed.
+    timer = threading.Timer(0.05, _thread.interrupt_main)
+    timer.start()
+
+    def decode_on() -> None:
+        while True:
+            decoder.generate(prompt_ids(9), max_new_tokens=200, ignore_eos=True)
+
+    with pytest.raises(KeyboardInterrupt):
+        decode_on()
+    again = decoder.generate(prompt_ids(9), max_new_tokens=60, ignore_eos=True)
+    assert again.token_ids == expected
+    assert decoder._states.cache is not None
+    decoder._states.cache.check_invariants()
+
+
+def test_the_device_does_not_wait_for_the_host_between_steps() -> None:
+    """A trace of replayed steps holds no pause above 50 us, within a step or between two."""
+    model, tokenizer = random_model("random:smollm2-135m", torch.bfloat16, torch.device("cuda"))
+    decoder = SpecDecoder(model, tokenizer)
+    request: dict[str, Any] = {"max_new_tokens": 64, "ignore_eos": True}
+    decoder.generate([5] * 40, **request)
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        decoder.generate([5] * 40, **request)
+    starts_ends = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in trace.events()
+        if event.device_type.name == "CUDA"
+    )
+    pauses_us = [later[0] - earlier[1] for earlier, later in pairwise(starts_ends)]
+    steps = pauses_us[len(pauses_us) // 2 :]  # past the prompt, whose chunk the host launches
+    assert len(steps) > 1000
+    assert max(steps) < 50
