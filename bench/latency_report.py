@@ -281,13 +281,13 @@ def _phase_table(found: Sequence[dict[str, Any]]) -> Table:
             figure["row"],
             *(phases[name] for name in StepPhases._fields),
             sum(phases.values()),
-            sum(phases.values()) - phases["verify"],
+            sum(phases.values()) - phases["forward"] - phases["attention"],
         )
         for figure in found
         if (phases := figure["phases_ms"])
     ]
     columns = ("row", *(f"{name} ms" for name in StepPhases._fields), "step ms", "not forward ms")
-    return Table("Phases of a step (medians, eager, measured apart)", columns, tuple(rows))
+    return Table("Phases of a step (medians, measured apart)", columns, tuple(rows))
 
 
 def _kv_table(found: Sequence[dict[str, Any]]) -> Table:
@@ -349,7 +349,7 @@ def latency_charts(
         charts.append(
             BarChart(
                 "Phases of a step",
-                "ms, eager, measured apart",
+                "ms, measured apart",
                 StepPhases._fields,
                 {
                     name: [known[part] for part in StepPhases._fields]

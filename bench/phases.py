@@ -1,34 +1,43 @@
-"""Where a step's time goes: draft, the target's forward, acceptance with commit, and the host.
+"""Where a step's time goes: draft, forward, attention, acceptance, commit, and what is left.
 
-Measured in a run of its own, because looking slows what is looked at: steps run eagerly, and on a
-GPU the device is waited for at every border. A step lasts from its start to the next one's, so the
-phases add up to it.
+Measured in runs of their own, because looking slows what is looked at. Eager steps are timed by the
+clock, the device waited for at every border. Steps in CUDA graphs are timed by events inside the
+graph, read after each replay: once at the borders of the phases and, in another run, around
+every layer's attention; what a step takes beyond them when nobody looks is the rest. A step lasts
+from its start to the next one's, and the phases add up to it.
 """
 
+import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
 
-from specdeft import drafting
+from specdeft.attention import CpuAttention, TritonAttention
 from specdeft.bench.workbench import Workbench, tree_request
 from specdeft.config import GenerationConfig
 from specdeft.decoder import SpecDecoder
 from specdeft.engine import Engine
-from specdeft.model import TargetModel, TargetOutput
+
+_PARTS = ("draft", "verify", "decide", "commit")
+_ATTENTION = "attention"
+_WARM_UP_TOKENS = 4
 
 
 class StepPhases(NamedTuple):
-    """Milliseconds of one step. draft: heads and tree. verify: the target's forward.
-    accept: choosing tokens, the walk, commit. host: reading tokens, text, the loop."""
+    """Milliseconds of one step. draft: heads and tree. forward: the target without its attention.
+    attention: storing keys and values, attending, merging. accept: choosing tokens and the walk.
+    commit: moving what is kept. idle: launches, reading tokens, text, the loop."""
 
     draft: float
-    verify: float
+    forward: float
+    attention: float
     accept: float
-    host: float
+    commit: float
+    idle: float
 
     @property
     def step(self) -> float:
@@ -36,68 +45,129 @@ class StepPhases(NamedTuple):
         return sum(self)
 
 
-@dataclass
-class _Watch:
-    """Times inside the steps of a run; every reading waits for the device first."""
+class _Watch(Protocol):
+    """Sees the parts of steps go by."""
 
-    read: Callable[[], float]
-    starts: list[float] = field(default_factory=list)
-    ends: list[float] = field(default_factory=list)
-    draft: list[float] = field(default_factory=list)
-    verify: list[float] = field(default_factory=list)
-    is_in_step: bool = False
+    def part(self, name: str) -> AbstractContextManager[None]:
+        """Around one part of a step, or one layer's attention."""
+
+    def step(self) -> AbstractContextManager[None]:
+        """Around a whole step."""
+
+
+class _ClockWatch:
+    """Times of eager steps by a clock that waits for the device.
+
+    Attributes:
+        steps: start, and seconds by part, of every step.
+    """
+
+    def __init__(self, read: Callable[[], float]) -> None:
+        self.steps: list[tuple[float, dict[str, float]]] = []
+        self._read = read
+        self._is_in_step = False
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """See `_Watch`."""
+        self.steps.append((self._read(), defaultdict(float)))
+        self._is_in_step = True
+        yield
+        self._is_in_step = False
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """See `_Watch`."""
+        if not self._is_in_step:  # a prompt's
+            yield
+            return
+        began = self._read()
+        yield
+        self.steps[-1][1][name] += self._read() - began
 
     def phases(self) -> list[StepPhases]:
         """All steps but the last, whose end is not followed by a start."""
-        rows = zip(self.starts, self.starts[1:], self.ends, self.draft, self.verify, strict=False)
+        starts = [start for start, _parts in self.steps]
         return [
-            StepPhases(
-                draft * 1e3,
-                verify * 1e3,
-                (end - start - draft - verify) * 1e3,
-                (following - end) * 1e3,
-            )
-            for start, following, end, draft, verify in rows
+            _phases(parts, following - start)
+            for (start, parts), following in zip(self.steps, starts[1:], strict=False)
         ]
+
+
+class _EventWatch:
+    """Times of replayed steps by events that their graph records.
+
+    Attributes:
+        steps: seconds by part of every replay.
+    """
+
+    def __init__(self, watched: Sequence[str]) -> None:
+        """Args: the parts to watch."""
+        self.steps: list[dict[str, float]] = []
+        self._watched = watched
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """See `_Watch`: a step that is captured begins the list of events anew."""
+        if torch.cuda.is_current_stream_capturing():
+            self._events.clear()
+        yield
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """See `_Watch`."""
+        if name not in self._watched or not torch.cuda.is_current_stream_capturing():
+            yield
+            return
+        begin, end = (torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
+        begin.record()
+        yield
+        end.record()
+        self._events.append((name, begin, end))
+
+    def read(self) -> None:
+        """Wait for a replay and note its times."""
+        torch.cuda.synchronize()
+        parts: dict[str, float] = defaultdict(float)
+        for name, begin, end in self._events:
+            parts[name] += begin.elapsed_time(end) / 1e3
+        self.steps.append(parts)
+
+
+def _phases(parts: dict[str, float], step_s: float) -> StepPhases:
+    known = [
+        parts["draft"],
+        parts["verify"] - parts[_ATTENTION],
+        parts[_ATTENTION],
+        parts["decide"],
+        parts["commit"],
+    ]
+    return StepPhases(*(seconds * 1e3 for seconds in (*known, step_s - sum(known))))
 
 
 @contextmanager
 def _watched(watch: _Watch) -> Iterator[None]:
-    """Time the parts of every step that runs inside, whichever decoder runs it; not nested."""
-    step, draft, forward = Engine.step, drafting.draft_tokens, TargetModel.forward
+    """Show the watch every step that runs inside, whichever decoder runs it; not nested."""
 
-    def timed_step(*arguments: Any, **settings: Any) -> None:
-        watch.starts.append(watch.read())
-        watch.is_in_step = True
-        step(*arguments, **settings)
-        watch.is_in_step = False
-        watch.ends.append(watch.read())
+    def shown(original: Callable[..., Any], around: Callable[[], Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **settings: Any) -> Any:
+            with around():
+                return original(*arguments, **settings)
 
-    def timed_draft(*arguments: Any) -> Tensor:
-        began = watch.read()
-        tokens = draft(*arguments)
-        watch.draft.append(watch.read() - began)
-        return tokens
+        return call
 
-    def timed_forward(*arguments: Any, **settings: Any) -> TargetOutput:
-        began = watch.read()
-        output = forward(*arguments, **settings)
-        if watch.is_in_step:  # and not a prompt's
-            watch.verify.append(watch.read() - began)
-        return output
-
-    originals = {
-        "step": (Engine, step),
-        "draft_tokens": (drafting, draft),
-        "forward": (TargetModel, forward),
-    }
-    timed = {"step": timed_step, "draft_tokens": timed_draft, "forward": timed_forward}
-    for name, (owner, _) in originals.items():
-        setattr(owner, name, timed[name])
+    places: list[tuple[Any, str, Callable[[], Any]]] = [(Engine, "step", watch.step)]
+    places += [(Engine, name, partial(watch.part, name)) for name in _PARTS]
+    attend = partial(watch.part, _ATTENTION)
+    places += [(CpuAttention, "attend", attend), (TritonAttention, "attend", attend)]
+    originals = [getattr(owner, name) for owner, name, _ in places]
+    for (owner, name, around), original in zip(places, originals, strict=True):
+        setattr(owner, name, shown(original, around))
     try:
         yield
     finally:
-        for name, (owner, original) in originals.items():
+        for (owner, name, _), original in zip(places, originals, strict=True):
             setattr(owner, name, original)
 
 
@@ -105,26 +175,63 @@ def measure_phases(
     bench: Workbench, tree: str, prompt_ids: Sequence[int], config: GenerationConfig
 ) -> list[StepPhases]:
     """Phases of every step of one generation but the last; empty where there is at most one."""
-    decoder = SpecDecoder(
-        bench.model,
-        bench.tokenizer,
-        bench.heads,
-        tree=tree_request(tree),
-        lookup=bench.lookup,
-        tree_values=bench.values,
-        cuda_graphs=False,
-        clock=bench.clock,
-    )
-    # Warm, and "auto" resolved, before anything is timed.
-    decoder.generate(list(prompt_ids), config=GenerationConfig(max_new_tokens=4))
-    is_cuda = decoder.device.type == "cuda"
 
+    def decoder(request: Any) -> SpecDecoder:
+        return SpecDecoder(
+            bench.model,
+            bench.tokenizer,
+            bench.heads,
+            tree=request,
+            lookup=bench.lookup,
+            tree_values=bench.values,
+            clock=bench.clock,
+        )
+
+    prompt = list(prompt_ids)
+    first = decoder(tree_request(tree))
+    # Warm, and "auto" resolved, before anything is timed.
+    first.generate(prompt, config=GenerationConfig(max_new_tokens=_WARM_UP_TOKENS))
+    if not first.engine.cuda_graphs:
+        watch = _ClockWatch(_waiting_clock(bench, first.device))
+        with _watched(watch):
+            first.generate(prompt, config=config)
+        return watch.phases()
+    stats = first.generate(prompt, config=config).stats
+    if stats.num_steps < 2:
+        return []
+    borders = _replayed(decoder(first.tree), prompt, config, _PARTS)
+    layers = _replayed(decoder(first.tree), prompt, config, (_ATTENTION,))
+    # Attention and forward come from two runs of the same steps: a median serves all.
+    attention = statistics.median(parts[_ATTENTION] for parts in layers)
+    step_s = stats.decode_s / stats.num_steps
+    return [_phases({**parts, _ATTENTION: attention}, step_s) for parts in borders]
+
+
+def _replayed(
+    decoder: SpecDecoder, prompt: list[int], config: GenerationConfig, watched: Sequence[str]
+) -> list[dict[str, float]]:
+    """Seconds by part of every replayed step of a generation, read one by one."""
+    from specdeft.graphs import StepGraphs
+
+    watch, run = _EventWatch(watched), StepGraphs.run
+
+    def run_and_read(*arguments: Any) -> None:
+        run(*arguments)
+        watch.read()
+
+    with _watched(watch):
+        setattr(StepGraphs, "run", run_and_read)  # noqa: B010  (a method: mypy)
+        try:
+            decoder.generate(prompt, config=config)
+        finally:
+            setattr(StepGraphs, "run", run)  # noqa: B010
+    return watch.steps[1:]  # the first one warms up
+
+
+def _waiting_clock(bench: Workbench, device: torch.device) -> Callable[[], float]:
     def read() -> float:
-        if is_cuda:
+        if device.type == "cuda":
             torch.cuda.synchronize()
         return bench.clock()
 
-    watch = _Watch(read)
-    with _watched(watch):
-        decoder.generate(list(prompt_ids), config=config)
-    return watch.phases()
+    return read
