@@ -12,6 +12,7 @@ from specdeft.engine import PAGE_SIZE_TOKENS, Engine
 from specdeft.memory import free_bytes, plan_memory
 from specdeft.model import TargetModel
 from specdeft.run_state import RunStates
+from specdeft.trees.token_tree import TokenTree
 from tests.core.tiny import VOCAB_SIZE, ByteTokenizer, prompt_ids, tiny_model
 
 # 2 x 4 layers x 2 KV heads x 16 x 4 bytes
@@ -75,9 +76,12 @@ def test_what_does_not_fit_is_refused_and_the_decoder_works_on(
 def test_the_fraction_decides(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     scratch = 512 * (6 * 64 + 4 * 96) * 4 + VOCAB_SIZE * 4
     set_free(monkeypatch, 2 * 256 * TOKEN_BYTES + scratch)
-    SpecDecoder(model, ByteTokenizer(), kv_memory_fraction=0.5).generate("x", max_new_tokens=2)
+    plain = TokenTree.chain(0)
+    enough = SpecDecoder(model, ByteTokenizer(), tree=plain, kv_memory_fraction=0.5)
+    enough.generate("x", max_new_tokens=2)
+    short = SpecDecoder(model, ByteTokenizer(), tree=plain, kv_memory_fraction=0.49)
     with pytest.raises(ValueError, match=r"kv_memory_fraction 0\.49"):
-        SpecDecoder(model, ByteTokenizer(), kv_memory_fraction=0.49).generate("x", max_new_tokens=2)
+        short.generate("x", max_new_tokens=2)
 
 
 @pytest.mark.parametrize("fraction", [0.0, -1.0, 1.1, float("nan")])
