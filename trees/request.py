@@ -10,6 +10,7 @@ from specdeft.trees.mixing import best_mix
 from specdeft.trees.named import NAMED_TREES, named_tree
 from specdeft.trees.search import ValuedPaths, best_tree
 from specdeft.trees.token_tree import TokenTree
+from specdeft.trees.whole_numbers import typed_number, whole_number
 
 TreeRequest = str | int | Path | TokenTree
 LookupRequest = Literal["auto", "on", "off"]
@@ -44,8 +45,10 @@ def tree_of(
     leaves other trees alone, "on" gives every tree a chain, "off" wants none.
     Raises ValueError when there is no such tree or it cannot be had with these values.
     """
-    if isinstance(request, int) or str(request).isdecimal():
-        return _of_size(int(str(request)), values, lookup)
+    if isinstance(request, int):
+        return _of_size(whole_number(request, "the number of nodes"), values, lookup)
+    if str(request).isdecimal():
+        return _of_size(typed_number(str(request), "the number of nodes"), values, lookup)
     tree = _named(request)
     if lookup == "off" and tree.num_lookup:
         raise ValueError(
@@ -65,14 +68,21 @@ def _named(request: TreeRequest) -> TokenTree:
     if text in NAMED_TREES:
         return named_tree(text)
     if chain := re.fullmatch(r"(chain|lookup)-(\d+)", text):
-        length = int(chain[2])
+        length = typed_number(chain[2], "the length of the chain")
         return TokenTree.chain(length) if chain[1] == "chain" else lookup_tree(length)
-    if Path(text).suffix == ".json" or Path(text).exists():
+    if Path(text).suffix == ".json" or _is_there(text):
         return TokenTree.load(text)
     raise ValueError(
-        f"there is no tree {text!r}: give auto, a number of nodes, a JSON file, chain-N, lookup-N, "
-        f"or one of {', '.join(NAMED_TREES)}"
+        f"there is no tree {text[:60]!r}: give auto, a number of nodes, a JSON file, chain-N, "
+        f"lookup-N, or one of {', '.join(NAMED_TREES)}"
     )
+
+
+def _is_there(text: str) -> bool:
+    try:
+        return Path(text).exists()
+    except (OSError, ValueError):  # too long for a name, or with a character that none can have
+        return False
 
 
 def lookup_tree(length: int) -> TokenTree:

@@ -36,6 +36,7 @@ from specdeft.trees.topology import (
     subtree_ends_of,
 )
 from specdeft.trees.tree_file import read_tree_json
+from specdeft.trees.whole_numbers import whole_number, whole_numbers
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,9 @@ class TokenTree:
     num_lookup: int = 0
 
     def __post_init__(self) -> None:
+        # Numbers of numpy or torch would compare equal and be hashed and written differently.
+        object.__setattr__(self, "parents", whole_numbers(self.parents, "parents"))
+        object.__setattr__(self, "ranks", whole_numbers(self.ranks, "ranks"))
         check_parents(self.parents)
         if len(self.ranks) != len(self.parents):
             raise ValueError(
@@ -90,6 +94,8 @@ class TokenTree:
         parents[0] must be -1. Without ranks, siblings get 0, 1, .. in the order given. Raises
         ValueError for a cycle, a child before its parent, a second root, repeated sibling ranks.
         """
+        parents = whole_numbers(parents, "parents")
+        ranks = None if ranks is None else whole_numbers(ranks, "ranks")
         check_parents(parents)
         if ranks is not None and len(ranks) != len(parents):
             raise ValueError(
@@ -103,6 +109,7 @@ class TokenTree:
     @classmethod
     def chain(cls, num_drafted: int) -> TokenTree:
         """The root and `num_drafted` guesses in a row, all of rank 0; 0 is plain decoding."""
+        num_drafted = whole_number(num_drafted, "the length of a chain")
         if not 0 <= num_drafted < MAX_NODES:
             raise ValueError(
                 f"a chain of {num_drafted} drafted tokens cannot be built; "
@@ -113,11 +120,12 @@ class TokenTree:
     @classmethod
     def full(cls, widths: Sequence[int]) -> TokenTree:
         """Every combination: each node at depth d has widths[d] children. [] is the root alone."""
-        return cls._from_sorted_paths(full_paths(widths))
+        return cls._from_sorted_paths(full_paths(whole_numbers(widths, "widths")))
 
     def with_lookup(self, num_lookup: int) -> TokenTree:
         """The same heads' nodes beside a lookup chain of ``num_lookup`` tokens; 0 takes it away."""
         heads = self.head_tree
+        num_lookup = whole_number(num_lookup, "the length of a lookup chain")
         if not 0 <= num_lookup <= MAX_NODES - heads.num_nodes:
             raise ValueError(
                 f"a lookup chain of {num_lookup} tokens cannot be added; give a number from 0 to "

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 import warnings
 from collections.abc import Iterable, Sequence
 from itertools import pairwise, product
+
+from specdeft.trees.whole_numbers import whole_numbers
 
 RankPath = tuple[int, ...]
 
@@ -70,8 +71,8 @@ def _raise_for_backward_edge(parents: Sequence[int], node: int) -> None:
 def check_paths(paths: Iterable[Sequence[int]], top_k: int | None = None) -> list[RankPath]:
     """The paths as tuples, each checked alone; raise ValueError naming the first bad one."""
     checked: dict[RankPath, None] = {}
-    for given in paths:
-        path = tuple(_rank(rank, given) for rank in given)
+    for number, given in enumerate(paths):
+        path = whole_numbers(given, f"path {number}")
         if not path:
             raise ValueError("a path is empty; the root is implied, leave it out")
         if min(path) < 0:
@@ -89,17 +90,6 @@ def check_paths(paths: Iterable[Sequence[int]], top_k: int | None = None) -> lis
             raise ValueError(f"path {list(path)} is listed twice; list every path once")
         checked[path] = None
     return list(checked)
-
-
-def _rank(rank: object, path: Sequence[int]) -> int:
-    if isinstance(rank, bool):
-        raise ValueError(f"path {list(path)} holds {rank!r}; ranks are whole numbers from 0")
-    try:
-        return operator.index(rank)  # type: ignore[arg-type]
-    except TypeError as error:
-        raise ValueError(
-            f"path {list(path)} holds {rank!r}; ranks are whole numbers from 0"
-        ) from error
 
 
 def close_prefixes(paths: Sequence[RankPath]) -> list[RankPath]:

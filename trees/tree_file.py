@@ -27,6 +27,8 @@ def read_tree_json(text: str) -> TreeFields:
         content = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"line {error.lineno} is not valid JSON ({error.msg})") from error
+    except ValueError as error:  # Python converts no number of thousands of digits
+        raise ValueError("a number in it has too many digits; write smaller ones") from error
     except RecursionError as error:
         raise ValueError("the JSON is nested too deeply; write a list of rank paths") from error
     if isinstance(content, list):

@@ -1,5 +1,7 @@
 """The KV tree against a model that copies every sequence: pages, sharing, lengths, contents."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import settings
@@ -172,7 +174,7 @@ def test_bytes() -> None:
 
 
 @pytest.mark.parametrize("number", [7, -1, True, None, "0"])
-def test_unknown_sequences_are_named(number: object) -> None:
+def test_unknown_sequences_are_named(number: Any) -> None:
     cache = new_tree()
     sequence = cache.open()
     write(cache, sequence, [1.0, 2.0])
