@@ -133,7 +133,7 @@ class SpecDecoder:
 
         Args:
             name: "smollm2-135m" (embedded, no download) or anything `AutoModelForCausalLM` loads.
-            heads: a folder or file of heads, ours or in another project's format
+            heads: a folder, file or Hugging Face id of heads, ours or in another project's format
                 (docs/formats.md); "auto" takes the shipped ones where there are any; None drafts
                 by lookup alone.
             dtype: "auto" is bfloat16 where the device computes in it, else float32.

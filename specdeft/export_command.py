@@ -24,7 +24,11 @@ def parser() -> argparse.ArgumentParser:
         "heads.",
     )
     add = options.add_argument
-    add("heads", metavar="HEADS", help=f"folder or file of heads, or {', '.join(DEFAULT_MODELS)}")
+    add(
+        "heads",
+        metavar="HEADS",
+        help=f"folder, file, hub id, or {', '.join(DEFAULT_MODELS)}",
+    )
     add("--to", required=True, choices=FORMATS, help="the format")
     add("--out", type=Path, required=True, metavar="DIR", help="a new folder")
     add(
@@ -69,9 +73,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _origin(heads: str) -> Path:
+    from specdeft.heads.formats.fetch import local_path
     from specdeft.loading import shipped_heads
 
-    return shipped_heads(heads) if heads in DEFAULT_MODELS else Path(heads).expanduser()
+    return shipped_heads(heads) if heads in DEFAULT_MODELS else local_path(heads)
 
 
 def _source(options: argparse.Namespace, origin: Path) -> Any:

@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdeft.default_model import DEFAULT_MODELS, resolve_default_model
+from specdeft.heads.formats.fetch import local_path
 from specdeft.heads.medusa import MedusaHeads
 from specdeft.heads.target import load_model
 from specdeft.trees.search import ValuedPaths
@@ -96,11 +97,12 @@ def load_heads(heads: str | Path | None, loaded: LoadedTarget) -> LoadedHeads | 
     """
     if heads is None:
         return None
-    folder = Path(heads).expanduser()
     if str(heads) == "auto":
         folder = shipped_heads(loaded.name)
         if loaded.name not in DEFAULT_MODELS or not folder.is_dir():
             return None
+    else:
+        folder = local_path(heads)
     output_layer = loaded.model.get_output_embeddings()
     module = MedusaHeads.load(
         folder,

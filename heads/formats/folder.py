@@ -19,9 +19,9 @@ from torch import Tensor
 
 from specdeft.heads.formats.files import Tensors, open_tensors, read_json
 
-_HEADS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
-_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-_WHOLE = ("model.safetensors", "pytorch_model.bin")
+HEAD_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+WHOLE_FILES = ("model.safetensors", "pytorch_model.bin")
 _RANK = re.compile(r"rank(\d{1,4})\.safetensors")
 
 
@@ -32,13 +32,13 @@ def folder_tensors(folder: Path) -> Tensors:
         ValueError: no file here can hold heads, several could, or one is not to be trusted.
     """
     # A safetensors file comes before its .pt twin: it cannot even try to run code.
-    for name in _HEADS:
+    for name in HEAD_FILES:
         if (folder / name).is_file():
             return open_tensors(member(folder, name))
-    for name in _INDEXES:
+    for name in INDEX_FILES:
         if (folder / name).is_file():
             return _indexed(folder, name)
-    for name in _WHOLE:
+    for name in WHOLE_FILES:
         if (folder / name).is_file():
             return open_tensors(member(folder, name))
     found = sorted(path.name for path in folder.glob("*.safetensors"))
@@ -47,7 +47,7 @@ def folder_tensors(folder: Path) -> Tensors:
     if len(found) == 1:
         return open_tensors(member(folder, found[0]))
     what = f"several files that could hold them ({', '.join(found)})" if found else "none of them"
-    known = ", ".join((*_HEADS, *_INDEXES, *_WHOLE))
+    known = ", ".join((*HEAD_FILES, *INDEX_FILES, *WHOLE_FILES))
     raise ValueError(
         f"{folder} holds no heads: it should have one of {known} or a single safetensors file, and "
         f"has {what}; give the file itself, or a folder written by `specdeft train`."
