@@ -20,6 +20,7 @@ from pathlib import Path
 from specdeft.trees.atomic import write_text_atomic
 from specdeft.trees.token_tree import TokenTree
 from specdeft.trees.topology import RankPath
+from specdeft.trees.whole_numbers import whole_numbers
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ class ValuedPaths:
         for path in self.paths:
             if path in seen:
                 raise ValueError(f"path {list(path)} is empty or listed twice; list each path once")
+            if min(path) < 0:
+                raise ValueError(f"path {list(path)} has a negative rank; ranks count from 0")
             if path[:-1] not in seen:
                 raise ValueError(
                     f"path {list(path)} stands before its prefix {list(path[:-1])}; "
@@ -88,11 +91,11 @@ class ValuedPaths:
         """Inverse of `to_json`. Raises ValueError when the text is anything else."""
         try:
             fields = json.loads(text)
-            paths = tuple(tuple(map(int, path)) for path in fields["paths"])
+            paths = tuple(whole_numbers(path, "a path") for path in fields["paths"])
             values = tuple(map(float, fields["values"]))
             lookup = tuple(map(float, fields.get("lookup", ())))
             unlooked = tuple(map(float, fields.get("unlooked", ())))
-        except (TypeError, KeyError, ValueError, AttributeError) as error:
+        except (TypeError, KeyError, ValueError, AttributeError, RecursionError) as error:
             raise ValueError(
                 "the text is not valued paths: write an object with paths and values"
             ) from error

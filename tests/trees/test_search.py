@@ -175,3 +175,14 @@ def test_sizes_outside_the_known_paths_are_refused() -> None:
             best_tree(valued, size)
     with pytest.raises(ValueError, match="accuracies of head 1 are not shares"):
         grow_from_accuracies([[0.5], [0.7, 0.6]], max_paths=3)
+
+
+@pytest.mark.parametrize("paths", ["[[0.5]]", "[[true]]", "[[-1]]", "[[99999999999]]", "[0]", "{}"])
+def test_files_of_what_is_no_path_are_refused(paths: str) -> None:
+    with pytest.raises(ValueError, match=r"not valued paths|negative rank|give one a path"):
+        ValuedPaths.from_json(f'{{"paths": {paths}, "values": [0.5]}}')
+
+
+def test_a_file_nested_too_deeply_is_refused() -> None:
+    with pytest.raises(ValueError, match="not valued paths"):
+        ValuedPaths.from_json("[" * 100_000)
