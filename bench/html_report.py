@@ -37,7 +37,7 @@ svg { display: block; width: 100%; height: auto; font-size: 12px; }
 svg text { fill: var(--ink); } svg .label { fill: var(--soft); }
 svg .on-dark { fill: var(--on-shade); }
 svg .grid { stroke: var(--rule); } svg .edge { stroke: var(--soft); stroke-width: 0.8; }
-svg polyline { fill: none; stroke-width: 2; }
+svg polyline, svg .hollow { fill: none; stroke-width: 2; }
 svg .cell, svg .node { fill: color-mix(in srgb, var(--shade-ink) calc(var(--shade) * 100%),
   var(--paper)); stroke: var(--rule); }
 details { margin-top: 32px; } summary { cursor: pointer; font-weight: 600; }

@@ -154,17 +154,20 @@ def _warm_up(
     config: GenerationConfig,
     encoded: Sequence[Sequence[int]],
 ) -> None:
-    """The first call is timed apart. On a GPU every context bucket is visited in full length, so
-    that no graph is captured later; on a CPU a few tokens are enough."""
-    short = _short(config, _WARM_UP_TOKENS)
-    is_cuda = bench.model.device.type == "cuda"
-    longest = {context_bucket(len(ids)): ids for ids in sorted(encoded, key=len)}
+    """The first call is timed apart. On a GPU every context bucket is visited in full length,
+    the longest first, so that nothing is captured or compiled anew later; on a CPU a few tokens are
+    enough."""
+    if bench.model.device.type == "cuda":
+        longest = {context_bucket(len(ids)): ids for ids in sorted(encoded, key=len)}
+        calls = [(ids, config) for ids in reversed(longest.values())]
+    else:
+        calls = [(encoded[0], _short(config, _WARM_UP_TOKENS))]
     for row, result in zip(rows, results, strict=True):
         began = bench.clock()
-        row.run(encoded[0], short)
+        row.run(*calls[0])
         result.cold_start_s = bench.clock() - began
-        for ids in longest.values() if is_cuda else [encoded[0]]:
-            row.run(ids, config if is_cuda else short)
+        for call in calls[1:] or calls:
+            row.run(*call)
 
 
 def _measured(row: Row, ids: Sequence[int], config: GenerationConfig) -> Run:

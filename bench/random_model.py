@@ -1,7 +1,10 @@
 """Models of random weights in the shape of known ones: speed without the weights.
 
 A step costs what it costs whatever the weights are, so the latency of a large model can be measured
-where its weights are not at hand; acceptance is then replayed (`drafts`). The text is meaningless.
+where its weights are not at hand; acceptance is then replayed (`drafts`). The text is meaningless,
+but it is decided: the output layer holds the embeddings in shifted order, so that each token calls
+for one certain next token, far ahead of all others. Entirely random weights leave the logits so
+close that 16-bit rounding decides them, and no two ways to compute them give one text.
 """
 
 from collections.abc import Sequence
@@ -16,6 +19,8 @@ from specdeft.heads.medusa import HeadsConfig, MedusaHeads
 PREFIX = "random:"
 RANDOM_HEADS = "random"
 _NUM_HEADS = 4
+_SHIFT = 401  # from a token to the next
+_LAYER_SHARE = 0.125  # of what the layers would add to the residual stream
 _FIRST_ID = 3  # ids below are the end of text and what else tokenizers keep there
 
 _SHAPES: dict[str, dict[str, Any]] = {
@@ -85,8 +90,23 @@ def random_model(
     )
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    if not config.tie_word_embeddings:
+        _decide(model)
     model.generation_config = TheirConfig(eos_token_id=0, pad_token_id=2)
     return model.eval(), ByteTokenizer()
+
+
+@torch.no_grad()
+def _decide(model: Any) -> None:
+    """Let the embedding of a token outweigh what the layers add to it, and follow from it."""
+    hidden = model.config.hidden_size
+    embedding = model.get_input_embeddings().weight.normal_()
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.mul_(_LAYER_SHARE)
+        layer.mlp.down_proj.weight.mul_(_LAYER_SHARE)
+    output = model.get_output_embeddings().weight
+    output[_FIRST_ID:] = embedding[_FIRST_ID:].roll(_SHIFT, dims=0) / hidden**0.5
+    output[:_FIRST_ID] = 0.0  # the text never ends by itself
 
 
 def random_heads(model: PreTrainedModel) -> MedusaHeads:

@@ -15,6 +15,8 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 10, 8, 38
 _PLOT_HEIGHT = 190
 _LINE = 16  # height of a line of text
 _LETTER = 6.2  # mean width of a letter at the drawings' font size
+_NARROW, _WIDE = frozenset("iljtfrI.,:;'|!()[] "), frozenset("mwMW@%")
+_NARROW_LETTER, _OTHER_LETTER, _WIDE_LETTER = 4.6, 7.2, 11.0
 NUM_COLOURS = 6
 
 
@@ -53,19 +55,30 @@ def shorten(text: str, width: float) -> str:
     return text if len(text) <= fits else text[: fits - 1] + "…"
 
 
+def text_width(text: str) -> float:
+    """An upper estimate, for text that stands before other text: fonts differ from reader to
+    reader, and too much room is better than an overlap."""
+    return sum(
+        _NARROW_LETTER if letter in _NARROW else _WIDE_LETTER if letter in _WIDE else _OTHER_LETTER
+        for letter in text
+    )
+
+
 def _legend(names: Sequence[str], y: float) -> tuple[list[str], float]:
     """Coloured names in as many lines as they need; the drawing and its height."""
     parts: list[str] = []
     x, line = 4.0, 0
     for index, name in enumerate(names):
         shown = shorten(name, WIDTH - 30)
-        width = 22 + _LETTER * len(shown)
+        width = 22 + text_width(shown)
         if x + width > WIDTH and x > 4:
             x, line = 4.0, line + 1
         top = y + line * _LINE
+        # The second round of colours is dashed, and its marks are hollow.
+        kind = "fill" if index < NUM_COLOURS else "hollow line"
         parts.append(
-            f'<rect class="fill{index % NUM_COLOURS}" x="{x:.1f}" y="{top + 3:.1f}" width="10" '
-            'height="10" rx="2"/>'
+            f'<rect class="{kind}{index % NUM_COLOURS}" x="{x + 1:.1f}" y="{top + 4:.1f}" '
+            'width="8" height="8" rx="2"/>'
         )
         parts.append(_text(x + 14, top + 12, shown, "start"))
         x += width

@@ -5,7 +5,8 @@ is what it is in a whole run and a run of thousands of steps fits into minutes. 
 the methods take turns, A B .. B A over the repetitions; the first turn of a step warms up.
 
     attention   the kernels of all layers: a CUDA graph over the layers' own pools, which are cold
-    end to end  plan, forward of the stock model with this attention, choice of tokens
+    forward     the stock model with this attention, a CUDA graph: the device's time alone
+    end to end  plan, forward launched by the host, choice of tokens
     books       the KV tree's part since the step before, the same for all methods
 """
 
@@ -48,15 +49,19 @@ class Timed:
 
     Attributes:
         attention: kernels of all layers. plan: what is prepared once for all layers.
+        forward: device time of the whole forward, attention included.
         end_to_end: plan, forward and choice; the KV tree's part left out.
         kv_tokens: tokens whose keys and values the method reads, repeats included.
+        difference: of the logits from the first method's, relative (2-norm).
         choices: the token chosen for each query.
     """
 
     attention: float
     plan: float
+    forward: float
     end_to_end: float
     kv_tokens: int
+    difference: float
     choices: tuple[int, ...]
 
 
@@ -90,10 +95,13 @@ class Measured:
 class ForestLayers:
     """Stores a forward's keys and values in their slots, then runs a prepared method."""
 
-    def __init__(self, prepared: Prepared, keys: Tensor, values: Tensor, new_slots: Tensor) -> None:
-        """Args: the method; pools [L, S, Hkv, D]; where the new tokens go, int64 [Q]."""
+    def __init__(
+        self, prepared: Prepared, keys: Tensor, values: Tensor, new_slots: Tensor, rows: Tensor
+    ) -> None:
+        """Args: the method; pools [L, S, Hkv, D]; slots int64 [W] to be written, each from a row
+        int64 [W] of the queries."""
         self._run, self._keys, self._values = prepared.run, keys, values
-        self._new_slots = new_slots
+        self._new_slots, self._rows = new_slots, rows
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
@@ -105,8 +113,8 @@ class ForestLayers:
                 "windows, softcap or sinks"
             )
         keys, values = self._keys[layer], self._values[layer]
-        keys.index_copy_(0, self._new_slots, k[0])
-        values.index_copy_(0, self._new_slots, v[0])
+        keys.index_copy_(0, self._new_slots, k[0].index_select(0, self._rows))
+        values.index_copy_(0, self._new_slots, v[0].index_select(0, self._rows))
         return self._run(q[0], keys, values)[None]
 
 
@@ -239,14 +247,16 @@ def _time_step(
 ) -> None:
     methods = [method for method in found.timed if method not in found.failures]
     keys = {method: f"{name}|{step.number}|{method}" for method in methods}
-    missing = [method for method in methods if folder.get(keys[method]) is None]
+    # All or none: a difference from the first method's logits needs both in one place.
+    missing = methods if any(folder.get(key) is None for key in keys.values()) else []
     if missing:
         turns = {method: _Turns(meter, state, step, method) for method in missing}
         for repetition in range(1 + meter.repetitions):
             for method in missing if repetition % 2 == 0 else reversed(missing):
                 turns[method].take(is_timed=repetition > 0)
+        first = turns[missing[0]]
         for method in missing:
-            folder.put(keys[method], turns[method].record())
+            folder.put(keys[method], turns[method].record(first))
     for method in methods:
         record: Any = folder.get(keys[method])
         found.timed[method].append(Timed(**{**record, "choices": tuple(record["choices"])}))
@@ -259,19 +269,21 @@ class _Turns:
         device = meter.target.device
         self._meter, self._step, self._method = meter, step, method
         self._keys, self._values = state.kv.keys, state.kv.values
-        self._new_slots = step.new_slots.to(device)
+        new_slots, rows = step.new_slots, torch.arange(step.forest.num_queries)
         if method == FLASH_DECODING:
             # Each sequence has a cache of its own, written token by token: granted, not timed.
             self._keys, self._values = (
                 torch.stack([duplicated(step.forest, layer) for layer in pool])
                 for pool in (state.kv.keys, state.kv.values)
             )
-            self._new_slots = (step.forest.path_lengths().cumsum(0) - 1).to(device)
+            new_slots, rows = _copies(step)
+        self._new_slots, self._rows = new_slots.to(device), rows.to(device)
         self._positions = step.positions.to(device)[None]
         self._tokens = torch.full_like(self._positions, _FIRST_ID)
         self._plans: list[float] = []
         self._times: list[float] = []
         self._choices: list[int] = []
+        self.logits = torch.empty(0)
 
     def take(self, *, is_timed: bool) -> None:
         """One step of the whole model."""
@@ -280,24 +292,38 @@ class _Turns:
         began = meter.clock()
         prepared = self._prepare()
         planned = meter.clock()
-        layers = ForestLayers(prepared, self._keys, self._values, self._new_slots)
-        output = meter.target.forward(self._tokens, self._positions, layers, last_only=False)
-        self._choices = output.logits[0].argmax(-1).tolist()  # waits, as reading tokens does
+        self.logits = self._forward(prepared)
+        self._choices = self.logits.argmax(-1).tolist()  # waits, as reading tokens does
         ended = meter.clock()
         if is_timed:
             self._plans.append((planned - began) * 1e3)
             self._times.append((ended - began) * 1e3)
 
-    def record(self) -> dict[str, Any]:
+    def record(self, first: "_Turns") -> dict[str, Any]:
         """The fields of `Timed`."""
         meter = self._meter
+        mine, its = self.logits.float(), first.logits.float()
         return {
             "attention": self._attention_ms(),
             "plan": statistics.median(self._plans),
+            "forward": self._forward_ms(),
             "end_to_end": statistics.median(self._times),
             "kv_tokens": plan_of(self._method, self._step.forest, meter).counts().kv_tokens,
+            "difference": float((mine - its).norm() / its.norm()),
             "choices": self._choices,
         }
+
+    def _forward(self, prepared: Prepared) -> Tensor:
+        """Logits [Q, V]."""
+        layers = ForestLayers(prepared, self._keys, self._values, self._new_slots, self._rows)
+        target = self._meter.target
+        return target.forward(self._tokens, self._positions, layers, last_only=False).logits[0]
+
+    def _forward_ms(self) -> float:
+        prepared = self._prepare()
+        if self._meter.target.device.type == "cuda":
+            return time_rotated(lambda _turn: self._forward(prepared), 2, replays=5).median_us / 1e3
+        return 1e3 * _median_seconds(self._meter, partial(self._forward, prepared))
 
     def _prepare(self) -> Prepared:
         meter, forest = self._meter, self._step.forest
@@ -320,13 +346,18 @@ class _Turns:
 
         if meter.target.device.type == "cuda":
             return num_layers * time_rotated(run, num_layers, replays=10).median_us / 1e3
-        return (
-            statistics.median(
-                _seconds(meter.clock, partial(_all_layers, run, num_layers))
-                for _ in range(meter.repetitions)
-            )
-            * 1e3
-        )
+        return 1e3 * _median_seconds(meter, partial(_all_layers, run, num_layers))
+
+
+def _copies(step: Step) -> tuple[Tensor, Tensor]:
+    """Where Flash-Decoding writes: the places of the step's new tokens in all paths that hold them,
+    and the query row of each, int64 [W]."""
+    slots = path_forest(step.forest, duplicate=False).slots.long()
+    row_of = torch.full((int(slots.max()) + 1,), -1)
+    row_of[step.new_slots] = torch.arange(step.forest.num_queries)
+    rows = row_of[slots]
+    places = (rows >= 0).nonzero()[:, 0]
+    return places, rows[places]
 
 
 def _all_layers(run: Callable[[int], Tensor], num_layers: int) -> None:
@@ -334,10 +365,13 @@ def _all_layers(run: Callable[[int], Tensor], num_layers: int) -> None:
         run(layer)
 
 
-def _seconds(clock: Clock, call: Callable[[], None]) -> float:
-    began = clock()
-    call()
-    return clock() - began
+def _median_seconds(meter: Meter, call: Callable[[], object]) -> float:
+    times: list[float] = []
+    for _ in range(meter.repetitions):
+        began = meter.clock()
+        call()
+        times.append(meter.clock() - began)
+    return statistics.median(times)
 
 
 def plan_of(method: str, forest: KVForest, meter: Meter) -> AttentionPlan:

@@ -36,6 +36,7 @@ def figures(job: Job, measured: Measured) -> list[dict[str, Any]]:
         if timed:
             known |= _times(timed, books, tokens) | {
                 "timed": [asdict(one) for one in timed],
+                "logits_difference": max(one.difference for one in timed),
                 "same_choices": _same_choices(timed, next(iter(measured.timed.values()))),
                 "kv_tokens_read": statistics.fmean(one.kv_tokens for one in timed),
             }
@@ -49,6 +50,7 @@ def _times(timed: Sequence[Timed], books: float, tokens: float) -> dict[str, flo
     step = statistics.fmean(one.end_to_end for one in timed) + books
     return {
         "attention_ms_per_step": statistics.fmean(one.attention for one in timed),
+        "forward_ms_per_step": statistics.fmean(one.forward for one in timed),
         "plan_ms_per_step": statistics.fmean(one.plan for one in timed),
         "books_ms_per_step": books,
         "step_ms": step,
@@ -74,7 +76,8 @@ def _ratios(
         (b.end_to_end + books) / (one.end_to_end + books)
         for one, b, books in zip(timed, baseline, books_ms, strict=True)
     ]
-    ratios = {"attention": attention, "end_to_end": whole}
+    forward = [b.forward / one.forward for one, b in zip(timed, baseline, strict=True)]
+    ratios = {"attention": attention, "forward": forward, "end_to_end": whole}
     return {
         f"{name}_over_{BASELINE}": {
             "median": statistics.median(values),
@@ -102,9 +105,10 @@ def make_report(
         notes=(
             f"up to {settings['samples']} steps spread over each run, {settings['repetitions']} "
             "repetitions in the order A B .. B A after a warm-up; median of a step, mean of a run",
-            "attention: the kernels of all layers, graph replay on cold caches; step: plan, "
-            "forward, choice of tokens and the KV tree's books, run "
-            f"{'compiled' if settings['compile'] else 'eagerly'}",
+            "attention: the kernels of all layers, graph replay on cold caches; forward: the whole "
+            "model's, graph replay; step: plan, forward, choice of tokens and the KV tree's books, "
+            "launched by the host, "
+            f"{'compiled' if settings['compile'] else 'eager'}",
             f"x {BASELINE}: {BASELINE}'s time over the method's, median over steps with its 95 % "
             "bootstrap interval",
             "KV read: tokens whose keys and values one head reads a step, counted from the plan "
@@ -124,6 +128,7 @@ def _summary(rows: Mapping[str, Sequence[dict[str, Any]]]) -> Table:
         if flatten is None or "step_ms" not in flatten:
             continue
         attention = flatten.get(f"attention_over_{BASELINE}")
+        forward = flatten.get(f"forward_over_{BASELINE}")
         whole = flatten.get(f"end_to_end_over_{BASELINE}")
         lines.append(
             (
@@ -132,37 +137,46 @@ def _summary(rows: Mapping[str, Sequence[dict[str, Any]]]) -> Table:
                 flatten["queries_per_step"],
                 flatten["cached_tokens"],
                 flatten["attention_ms_per_step"],
+                flatten["forward_ms_per_step"],
                 flatten["step_ms"],
                 flatten["ms_per_token"],
                 attention["median"] if attention else None,
+                forward["median"] if forward else None,
                 whole["median"] if whole else None,
             )
         )
-    columns = ("workload", "steps", "queries", "cached tokens", "attention ms", "step ms")
-    ratios = (f"attention x {BASELINE}", f"step x {BASELINE}")
-    return Table("DeFT-Flatten", (*columns, "ms/token", *ratios), tuple(lines))
+    columns = ("workload", "steps", "queries", "cached tokens", "attention ms", "forward ms")
+    ratios = (f"attention x {BASELINE}", f"forward x {BASELINE}", f"step x {BASELINE}")
+    return Table("DeFT-Flatten", (*columns, "step ms", "ms/token", *ratios), tuple(lines))
 
 
 def _table(name: str, of: Sequence[dict[str, Any]]) -> Table:
-    columns = ("method", "attention ms", f"x {BASELINE} (attention)", "plan ms", "books ms")
-    more = ("step ms", "ms/token", f"x {BASELINE} (step)", "KV read", "same tokens", "error")
+    columns = ("method", "attention ms", f"x {BASELINE} (attention)", "forward ms")
+    more = (f"x {BASELINE} (forward)", "plan ms", "books ms", "step ms", "ms/token")
+    last = (f"x {BASELINE} (step)", "KV read", "logits differ", "error")
     rows = tuple(
         (
             one["method"],
             one.get("attention_ms_per_step"),
             _interval(one.get(f"attention_over_{BASELINE}")),
+            one.get("forward_ms_per_step"),
+            _interval(one.get(f"forward_over_{BASELINE}")),
             one.get("plan_ms_per_step"),
             one.get("books_ms_per_step"),
             one.get("step_ms"),
             one.get("ms_per_token"),
             _interval(one.get(f"end_to_end_over_{BASELINE}")),
             one.get("kv_tokens_read"),
-            None if "same_choices" not in one else f"{one['same_choices']:.1%}",
-            None if one["error"] is None else f"{one['error']:.1e}",
+            _power(one.get("logits_difference")),
+            _power(one["error"]),
         )
         for one in of
     )
-    return Table(name, (*columns, *more), rows)
+    return Table(name, (*columns, *more, *last), rows)
+
+
+def _power(value: float | None) -> str | None:
+    return None if value is None else f"{value:.1e}"
 
 
 def _interval(known: dict[str, float] | None) -> str | None:

@@ -151,17 +151,15 @@ class SpeculativeState:
         while tree.parents[self._path[-1]] >= 0:
             self._path.append(tree.parents[self._path[-1]])
         self._path.reverse()
+        self._sequence = self.kv.open()
+        self.kv.reserve(self._sequence, self.kv.capacity)
+        self._commit(0, 0)  # compiles the kernel
 
     def steps(self) -> Iterator[Step]:
         """See `State`."""
-        kv, tree = self.kv, self.tree
-        sequence = kv.open()
-        kv.reserve(sequence, kv.capacity)
+        kv, tree, sequence = self.kv, self.tree, self._sequence
         kv.advance(sequence, self._prompt)
         slots = kv.slots(sequence, 0, kv.capacity).int().cpu()
-        device = kv.keys.device
-        table = kv.page_table([sequence])
-        path = torch.tensor([self._path], device=device)
         depths = torch.tensor(tree.depths)
         for number, count in enumerate(self._accepted, start=1):
             length = kv.length(sequence)
@@ -174,14 +172,19 @@ class SpeculativeState:
             )
             new = slots[length:end].long()
             yield Step(number, forest, new, length + depths, 1 + count)
-            commit(
-                kv.keys,
-                kv.values,
-                lengths=torch.tensor([length], dtype=torch.int32, device=device),
-                path_nodes=path,
-                num_accepted=torch.tensor([count], dtype=torch.int32, device=device),
-                page_table=table,
-                page_size=kv.page_size,
-                capacity=kv.page_size * table.shape[1],
-            )
+            self._commit(length, count)
             kv.advance(sequence, 1 + count)
+
+    def _commit(self, length: int, count: int) -> None:
+        kv, device = self.kv, self.kv.keys.device
+        table = kv.page_table([self._sequence])
+        commit(
+            kv.keys,
+            kv.values,
+            lengths=torch.tensor([length], dtype=torch.int32, device=device),
+            path_nodes=torch.tensor([self._path], device=device),
+            num_accepted=torch.tensor([count], dtype=torch.int32, device=device),
+            page_table=table,
+            page_size=kv.page_size,
+            capacity=kv.page_size * table.shape[1],
+        )

@@ -47,6 +47,7 @@ def test_all_methods_choose_the_same_tokens_and_are_right(capsys, tmp_path):
         assert row["failure"] is None
         assert row["error"] < 1e-5
         assert row["same_choices"] == 1.0
+        assert row["logits_difference"] < 1e-5
     flatten, radix, flash = data["rows"][:3]
     assert radix["queries_per_step"] == radix["tokens_per_step"] == 2.0
     # 9 steps, the middles of two halves: 3 and 7. Radix reads 20 tokens and the branch's own.
@@ -90,7 +91,7 @@ def test_figures_by_hand():
     job = workload_jobs.Job("few-shot, 2 branches", 4, GrowingTree.few_shot(4, 2, 8))
 
     def timed(attention: float, end_to_end: float, choices: tuple[int, ...]) -> Timed:
-        return Timed(attention, 0.5, end_to_end, 20, choices)
+        return Timed(attention, 0.5, 2 * attention, end_to_end, 20, attention / 100, choices)
 
     measured = Measured(
         steps=[(2, 2, 2, 10), (6, 2, 2, 18)],
@@ -104,6 +105,9 @@ def test_figures_by_hand():
     flatten, radix = workload_report.figures(job, measured)
     assert flatten["attention_ms_per_step"] == 1.5
     assert flatten["books_ms_per_step"] == 2.0
+    assert flatten["forward_ms_per_step"] == 3.0
+    assert flatten["logits_difference"] == 0.02
+    assert flatten["forward_over_radix"]["median"] == (3.0 + 2.0) / 2
     assert flatten["step_ms"] == 8.0 + 2.0
     assert flatten["ms_per_token"] == 5.0
     assert flatten["cached_tokens"] == 14.0
