@@ -6,7 +6,7 @@ from html import escape
 
 from specdeft.bench.charts import Chart
 from specdeft.bench.report import Report, Table, is_right, show
-from specdeft.bench.svg import NUM_COLOURS, draw
+from specdeft.bench.svg import NUM_COLOURS, draw, is_wide
 
 _LIGHT = ("#0067a5", "#c8500a", "#00805a", "#a8518a", "#8a6d00", "#5a5f66")
 _DARK = ("#5ab4ec", "#ff9a5c", "#4fd1a1", "#eda6d2", "#e8c547", "#a9b0b8")
@@ -30,19 +30,20 @@ th, td { padding: 5px 10px; border-bottom: 1px solid var(--rule); text-align: le
 th { color: var(--soft); font-weight: 600; white-space: normal; vertical-align: bottom; }
 .right { text-align: right; }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 360px), 1fr));
-  gap: 16px; margin-top: 12px; }
+  grid-auto-flow: dense; gap: 16px; margin-top: 12px; }
 figure { margin: 0; padding: 12px; background: var(--card); border-radius: 8px; min-width: 0; }
 figcaption { font-weight: 600; margin-bottom: 8px; overflow-wrap: anywhere; }
 svg { display: block; width: 100%; height: auto; font-size: 12px; }
 svg text { fill: var(--ink); } svg .label { fill: var(--soft); }
 svg .on-dark { fill: var(--on-shade); }
-svg .grid { stroke: var(--rule); } svg .edge { stroke: var(--soft); stroke-width: 0.8; }
+svg .grid { stroke: var(--rule); } svg .edge { stroke: var(--soft); stroke-width: 0.6; }
 svg polyline, svg .hollow { fill: none; stroke-width: 2; }
 svg .cell, svg .node { fill: color-mix(in srgb, var(--shade-ink) calc(var(--shade) * 100%),
   var(--paper)); stroke: var(--rule); }
 details { margin-top: 32px; } summary { cursor: pointer; font-weight: 600; }
 pre { overflow-x: auto; background: var(--card); padding: 12px; border-radius: 8px;
   font-size: 12px; white-space: pre-wrap; overflow-wrap: anywhere; }
+@media (min-width: 820px) { .wide { grid-column: span 2; } }
 @media (max-width: 640px) {
   /* A row becomes a card: nothing has to be scrolled sideways. */
   thead { display: none; } table, tbody { display: block; width: 100%; }
@@ -52,6 +53,7 @@ pre { overflow-x: auto; background: var(--card); padding: 12px; border-radius: 8
     overflow-wrap: anywhere; }
   td::before { content: attr(data-name); display: block; color: var(--soft); font-size: 12px; }
   td:first-child { grid-column: 1 / -1; font-weight: 600; }
+  td:first-child::before { display: none; }
 }
 """
 
@@ -95,7 +97,8 @@ def _charts(charts: Sequence[Chart]) -> str:
     if not charts:
         return ""
     figures = "".join(
-        f"<figure><figcaption>{escape(chart.title)}</figcaption>{draw(chart)}</figure>"
+        f"<figure{' class=wide' if is_wide(chart) else ''}>"
+        f"<figcaption>{escape(chart.title)}</figcaption>{draw(chart)}</figure>"
         for chart in charts
     )
     return f'<h2>Drawings</h2><div class="charts">{figures}</div>'

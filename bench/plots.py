@@ -92,7 +92,8 @@ def _bars(chart: BarChart, axes: Any) -> None:
     axes.invert_yaxis()
     axes.set_xlabel(chart.unit)
     if len(chart.parts) > 1:
-        axes.legend()
+        # Inside the axes it would lie on the bars.
+        axes.figure.legend(loc="outside lower center", ncols=len(chart.parts))
 
 
 def _heat_map(chart: HeatMap, axes: Any) -> None:

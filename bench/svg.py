@@ -11,6 +11,8 @@ from specdeft.bench.charts import BarChart, Chart, HeatMap, LineChart, Point, Tr
 from specdeft.trees.drawing import tree_places
 
 WIDTH = 380
+WIDE_WIDTH = 820
+_MOST_LEAVES = 24  # of a tree in the usual width
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 10, 8, 38
 _PLOT_HEIGHT = 190
 _LINE = 16  # height of a line of text
@@ -36,9 +38,9 @@ def number(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
-def _svg(height: float, body: Sequence[str], label: str) -> str:
+def _svg(height: float, body: Sequence[str], label: str, width: int = WIDTH) -> str:
     return (
-        f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(label)}">'
+        f'<svg viewBox="0 0 {width} {height:.0f}" role="img" aria-label="{escape(label)}">'
         + "".join(body)
         + "</svg>"
     )
@@ -218,12 +220,13 @@ def _heat_map(chart: HeatMap) -> str:
 def _tree(chart: TreeChart) -> str:
     places = tree_places(chart.tree.parents, chart.tree.depths)
     height = 24 + 52 * chart.tree.max_depth
+    width = WIDE_WIDTH if is_wide(chart) else WIDTH
     leaves = max(chart.tree.num_leaves, 1)
-    radius = max(min(9.0, (WIDTH - 20) / leaves / 2.2), 2.2)
+    radius = max(min(9.0, (width - 20) / leaves / 2.2), 2.5)
 
     def at(node: int) -> Point:
         x, depth = places[node]
-        return 10 + x * (WIDTH - 20), 14 + depth * 52
+        return 10 + x * (width - 20), 14 + depth * 52
 
     body: list[str] = []
     for node, parent in enumerate(chart.tree.parents):
@@ -239,4 +242,9 @@ def _tree(chart: TreeChart) -> str:
             f'<circle class="node" cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}" '
             f'style="--shade:{math.sqrt(share):.3f}"><title>{path}: {share:.1%}</title></circle>'
         )
-    return _svg(height, body, chart.title)
+    return _svg(height, body, chart.title, width)
+
+
+def is_wide(chart: Chart) -> bool:
+    """Whether the drawing wants the room of two: a tree of many leaves."""
+    return isinstance(chart, TreeChart) and chart.tree.num_leaves > _MOST_LEAVES

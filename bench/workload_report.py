@@ -191,16 +191,15 @@ def _charts(
     charts: list[Chart] = []
     for name, of in rows.items():
         shown = [one for one in of if "step_ms" in one]
-        parts = ("attention", "plan", "the rest of the step")
+        parts = ("attention", "the rest of the forward")
         bars = {
             one["method"]: [
                 one["attention_ms_per_step"],
-                one["plan_ms_per_step"],
-                max(one["step_ms"] - one["attention_ms_per_step"] - one["plan_ms_per_step"], 0.0),
+                max(one["forward_ms_per_step"] - one["attention_ms_per_step"], 0.0),
             ]
             for one in shown
         }
-        charts.append(BarChart(f"A step, {name}", "ms", parts, bars))
+        charts.append(BarChart(f"A forward, {name}", "ms, graph replay", parts, bars))
         numbers = [float(number) for number, *_ in found[name].steps]
         lines = {
             method: list(zip(numbers, (one.attention for one in timed), strict=True))

@@ -10,7 +10,7 @@ from specdeft.bench.charts import BarChart, HeatMap, LineChart, TreeChart, cumul
 from specdeft.bench.html_report import as_html
 from specdeft.bench.report import Report, Table
 from specdeft.bench.run_folder import RunFolder
-from specdeft.bench.svg import WIDTH, draw, shorten
+from specdeft.bench.svg import WIDE_WIDTH, WIDTH, draw, is_wide, shorten, text_width
 from specdeft.trees.drawing import tree_places
 from specdeft.trees.named import named_tree
 
@@ -23,6 +23,8 @@ CHARTS = [
     BarChart("Bars", "ms", ("draft", "verify"), {"plain": (0.0, 40.0), LONG: (6.0, 55.5)}),
     HeatMap("Ranks", "rank", "depth", ("0", "1"), ("1", "2"), ((0.5, 0.1), (0.2, 0.0))),
     TreeChart("Tree", DEFT, tuple(0.9**depth for depth in DEFT.depths)),
+    TreeChart("Few leaves", named_tree("deft-32"), (0.5,) * 32),
+    LineChart("Nine", "x", "y", {f"row {n} mmm": [(1, n), (2, n)] for n in range(9)}),
     TreeChart("Root", named_tree("chain-4").prune(0), (1.0,)),
 ]
 
@@ -31,7 +33,7 @@ CHARTS = [
 def test_a_drawing_is_well_formed_and_stays_inside(chart):
     root = ElementTree.fromstring(draw(chart))
     _, _, width, height = map(float, root.attrib["viewBox"].split())
-    assert width == WIDTH
+    assert width == (WIDE_WIDTH if is_wide(chart) else WIDTH)
     for element in root.iter():
         for name, limit in (("x", width), ("cx", width), ("y", height), ("cy", height)):
             if name in element.attrib:
@@ -76,6 +78,27 @@ def test_parents_stand_above_the_middle_of_their_children():
     assert xs[3] < xs[2] < xs[4]
     assert xs[2] == pytest.approx((xs[3] + xs[4]) / 2)
     assert xs[0] == pytest.approx((xs[1] + xs[2]) / 2)
+
+
+def test_a_tree_of_many_leaves_gets_the_room_of_two():
+    assert [chart.title for chart in CHARTS if is_wide(chart)] == ["Tree"]
+    page = as_html(Report("T", (), (Table("t", ("a",), ()),), (), {}, (CHARTS[0], CHARTS[5])))
+    assert page.count("<figure class=wide>") == 1
+    assert page.count("<figure>") == 1
+
+
+def test_names_of_a_legend_do_not_touch_and_a_second_round_of_colours_is_told_apart():
+    root = ElementTree.fromstring(draw(CHARTS[7]))
+    marks = list(root.iter("rect"))
+    names = [element for element in root.iter("text") if "row" in (element.text or "")]
+    assert len(marks) == len(names) == 9
+    for name, following in zip(names, marks[1:], strict=False):
+        if name.attrib["y"] == str(float(following.attrib["y"]) + 8):
+            end = float(name.attrib["x"]) + text_width(name.text or "")
+            assert end <= float(following.attrib["x"])
+    kinds = [mark.attrib["class"] for mark in marks]
+    assert len(set(kinds)) == 9
+    assert kinds[6] == "hollow line0"
 
 
 def test_what_is_cut_is_marked():
