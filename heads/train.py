@@ -29,6 +29,7 @@ from specdeft.heads.calibration import calibrate
 from specdeft.heads.checkpoint import save_heads, write_json
 from specdeft.heads.documents import Documents, join, read_jsonl
 from specdeft.heads.features import Features, extract
+from specdeft.heads.joint import JointConfig, check_available, train_jointly
 from specdeft.heads.medusa import HeadsConfig, MedusaHeads
 from specdeft.heads.parallel import ALONE, Processes, processes
 from specdeft.heads.self_generate import GenerationPlan, self_generate
@@ -39,6 +40,7 @@ from specdeft.trees.options import Options
 
 RECORD_NAME = "training_record.json"
 RUN_NAME = "run.json"
+TARGET_NAME = "target"  # with --joint: the target that the heads belong to
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,27 @@ def _documents(options: argparse.Namespace, target: Target, group: Processes) ->
     return Documents.load(kept)
 
 
+def _jointly(
+    options: argparse.Namespace, target: Target, training: Documents
+) -> tuple[Target, dict[str, Any]]:
+    """The second stage of Medusa-2, from the heads in the output folder; writes both anew."""
+    config = JointConfig(options.joint, options.joint_steps, seed=options.seed)
+    heads = MedusaHeads.load(options.output, device=target.model.device).requires_grad_(True)
+    target, report = train_jointly(target, heads, training, config)
+    save_heads(heads, options.output, dtype=torch.bfloat16)
+    target.model.save_pretrained(options.output / TARGET_NAME)
+    target.tokenizer.save_pretrained(options.output / TARGET_NAME)
+    return target, {**asdict(config), **report}
+
+
+def _check(options: argparse.Namespace, group: Processes) -> None:
+    """What can be refused before a model is loaded."""
+    if options.joint:
+        check_available(options.joint)
+        if group.size > 1:
+            raise ValueError("--joint trains in one process: leave out torchrun")
+
+
 def run(
     options: argparse.Namespace,
     command: Sequence[str],
@@ -157,6 +180,7 @@ def run(
 ) -> dict[str, Any]:
     """The whole command: texts, heads, calibration, record (all but the first process: only the
     result of the training)."""
+    _check(options, group)
     if group.first:
         remove_temporaries(options.output)
     target = load_target(folder_of(options.model), label=Path(options.model).name)
@@ -199,6 +223,8 @@ def run(
     )
     if not group.first:
         return made
+    if options.joint:
+        target, made["joint"] = _jointly(options, target, training)
     calibrated = calibrate(target.model, shipped(target, options.output), held_out, options.output)
     record = {
         "command": list(command),
@@ -284,6 +310,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="STEPS",
         help="keep what --resume goes on from",
     )
+    add(
+        "--joint",
+        choices=("lora", "full"),
+        help="afterwards train target and heads together (Medusa-2), the target by low-rank "
+        "adapters or as a whole; the new target is written to OUTPUT/target",
+    )
+    add("--joint-steps", type=int, default=500, metavar="STEPS")
     add("--seed", type=int, default=config.seed)
     add("--resume", action="store_true", help="go on from the state in --output")
     add(

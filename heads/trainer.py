@@ -81,6 +81,8 @@ class TrainConfig:
         ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}: give a number above 0.")
+        if self.optimizer not in ("muon", "adamw"):
+            raise ValueError(f"optimizer is {self.optimizer!r}: choose muon or adamw.")
 
 
 @dataclass

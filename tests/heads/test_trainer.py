@@ -205,3 +205,58 @@ def test_draft_vocabulary_holds_the_frequent_tokens() -> None:
 def test_impossible_settings_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=name):
         TrainConfig(**{name: 0})
+
+
+class Int8Linear(torch.nn.Module):
+    """A linear layer as quantised models have it: no floating-point weight, no gradients."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        scale = linear.weight.detach().abs().amax(dim=1, keepdim=True) / 127
+        self.register_buffer("weight", (linear.weight.detach() / scale).round().to(torch.int8))
+        self.register_buffer("scale", scale)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight: Any = self.weight
+        return torch.nn.functional.linear(x, weight.to(x.dtype) * self.scale)
+
+
+@pytest.mark.parametrize("output", ["shared", "own", "reduced"])
+def test_a_quantised_target_is_learnt_from(tmp_path: Path, target: Target, output: str) -> None:
+    layers = target.model.base_model.layers
+    for layer in layers:
+        for room in (layer.self_attn, layer.mlp):
+            for name, child in list(room.named_children()):
+                if isinstance(child, torch.nn.Linear):
+                    setattr(room, name, Int8Linear(child))
+    assert not any(isinstance(m, torch.nn.Linear) for m in layers.modules())
+    size = {"draft_vocab_size": 64} if output == "reduced" else {}
+    heads = heads_for(target, output=output, **size)
+    source = source_for(target, texts())
+    trainer = Trainer(target.model, heads, source, CONFIG, tmp_path, say=lambda _: None)
+    trainer.run()
+    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert log[-1]["loss"] < 0.8 * log[0]["loss"]
+
+
+@pytest.mark.parametrize(("optimizer", "rate"), [("adamw", 1e-2), ("muon", 1e-1)])
+def test_both_optimizers_learn_and_resume(
+    tmp_path: Path, target: Target, optimizer: Any, rate: float
+) -> None:
+    config = replace(CONFIG, optimizer=optimizer, learning_rate=rate, max_steps=30, save_every=15)
+    whole, cut = heads_for(target), heads_for(target)
+    run = Trainer(target.model, whole, source_for(target, texts()), config, tmp_path / "whole")
+    first = run.run()
+    log = (tmp_path / "whole" / "log.jsonl").read_bytes()
+    again = Trainer(target.model, cut, source_for(target, texts()), config, tmp_path / "whole")
+    assert again.run(resume=True)["last_loss"] == first["last_loss"]
+    assert (tmp_path / "whole" / "log.jsonl").read_bytes() == log
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(cut.state_dict()[name], tensor)
+    losses = [json.loads(line)["loss"] for line in log.decode().splitlines()]
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_an_unknown_optimizer_is_refused() -> None:
+    with pytest.raises(ValueError, match="choose muon or adamw"):
+        TrainConfig(**{"optimizer": "sgd"})
