@@ -85,11 +85,26 @@ def train_heads(
     resume: bool = False,
     group: Processes = ALONE,
 ) -> dict[str, Any]:
-    """Train, write the heads (16-bit) into `folder`, and return what happened."""
-    trainer = Trainer(target.model, heads, source, config, folder, held_out, label, group=group)
+    """Train, write the heads (16-bit) into `folder` at every evaluation and at the end, and return
+    what happened."""
+
+    def publish() -> None:
+        save_heads(heads, folder, dtype=torch.bfloat16)
+
+    trainer = Trainer(
+        target.model,
+        heads,
+        source,
+        config,
+        folder,
+        held_out,
+        label,
+        publish=publish,
+        group=group,
+    )
     result = trainer.run(resume=resume)
     if group.first:
-        save_heads(heads, folder, dtype=torch.bfloat16)
+        publish()
     return {"heads": asdict(heads.config), "training": asdict(config), "result": result}
 
 

@@ -264,6 +264,7 @@ class Trainer:
     held_out: Features | None = None
     label: str = "train"
     say: Callable[[str], None] = tqdm.write
+    publish: Callable[[], None] = lambda: None  # called at every evaluation: heads to use already
     group: Processes = ALONE
     skipped: int = 0
     num_steps: int = 0
@@ -293,11 +294,13 @@ class Trainer:
                 self._step(optimizer, step, features, index)
                 bar.update()
                 self._limit_time(bar, step + 1)
-                if (step + 1) % self.config.evaluate_every == 0:
+                if (step + 1) % self.config.evaluate_every == 0 and self.group.first:
                     self._evaluate(step + 1)
+                    self.publish()
                 if (step + 1) % self.config.save_every == 0:
                     self._save(optimizer, step + 1)
-        self._evaluate(self.num_steps)
+        if self.group.first:
+            self._evaluate(self.num_steps)
         seconds = round(time.monotonic() - began, 1)
         return {
             "steps": self.num_steps,
@@ -384,7 +387,7 @@ class Trainer:
         self._marks = (done, now, began)
 
     def _evaluate(self, step: int) -> None:
-        if self.held_out is None or not self.group.first:
+        if self.held_out is None:
             return
         self.last = {**self.last, **evaluate(self.model, self.heads, self.held_out)}
         self._log({"step": step, "held_out": self.last})
