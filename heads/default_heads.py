@@ -3,10 +3,11 @@
     python -m specdeft.heads.default_heads --model FOLDER --name smollm2-135m --output DIR \
         --deadline-s 540 [--questions questions.jsonl]
 
-The target writes its texts, its hidden states are computed once and kept on the device, several
-kinds of heads are trained for a few seconds each, and the kind with the best replayed tau on texts
-held out is trained for the rest of the time. `--questions` (lines with `category` and `turns`) are
-answered by the target and only ever measured on: they are neither learnt nor used to choose.
+The target writes its texts, its hidden states are computed once and kept on the device, and heads
+are trained for the rest of the time. With `--compare` several kinds of heads are trained for a few
+seconds each before, and the kind with the best replayed tau on texts held out goes on.
+`--questions` (lines with `category` and `turns`) are answered by the target and only ever measured
+on: they are neither learnt nor used to choose.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ def candidates(draft_vocab_size: int) -> list[Candidate]:
     reduced = {"output": "reduced", "draft_vocab_size": draft_vocab_size}
     base = Shape(num_heads=4, num_layers=2, **reduced)  # type: ignore[arg-type]
     five = replace(base, num_heads=5)
+    cell = replace(five, sequential=True, cell_size=1472)
     return [
+        Candidate("5 heads, one cell of 2 gated blocks", cell),
         Candidate("4 sequential heads, 2 blocks", replace(base, sequential=True)),
         Candidate("4 heads, 2 blocks", base),
         Candidate("5 heads, 1 block", replace(five, num_layers=1)),
@@ -223,6 +226,7 @@ class Maker:
             long_wave_rows=self.options.long_wave_rows,
             max_answer=self.options.max_answer,
             max_passage=self.options.max_passage,
+            long_every=4,
             seed=self.options.seed,
             time_limit_s=self.options.generate_share * self.left_s,
             capture=not self.options.no_capture,
@@ -260,14 +264,14 @@ class Maker:
         """Train one candidate for so long."""
         heads, coverage = new_heads(self.target, candidate.shape, source.documents)
         config = TrainConfig(
-            loss=candidate.loss,  # type: ignore[arg-type]
+            loss=self.options.loss or candidate.loss,
             learning_rate=candidate.learning_rate,
             batch_rows=self.options.batch_rows,
             epochs=epochs,
             time_limit_s=time_limit_s,
             chunk_tokens=source.chunk_tokens,
             seed=self.options.seed,
-            evaluate_every=1000,
+            evaluate_every=4000,
             save_every=1 << 30,
         )
         made = train_heads(
@@ -280,8 +284,8 @@ class Maker:
         questions = self.questions()
         source, held_out = self.features(*(texts := self.texts()))
         kinds = candidates(self.options.draft_vocab_size)
-        if self.options.only:
-            kinds = [kind for kind in kinds if kind.name == self.options.only]
+        if not self.options.compare:
+            kinds = kinds[:1]
         each = self.options.compare_share * self.left_s / len(kinds)
         tried = []
         for number, kind in enumerate(kinds if len(kinds) > 1 else ()):
@@ -331,17 +335,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--output", type=Path, required=True)
     add("--deadline-s", type=float, default=540.0)
     add("--reserve-s", type=float, default=30.0, help="left for calibration and measuring")
-    add("--generate-share", type=float, default=0.36, help="of the time left, for writing texts")
+    add("--generate-share", type=float, default=0.48, help="of the time left, for writing texts")
     add("--compare-share", type=float, default=0.4, help="of the time left, for the comparison")
     add("--count", type=int, default=10_000_000, help="texts to write at most")
-    add("--max-tokens", type=int, default=40_000_000, help="tokens to learn from at most")
+    add("--max-tokens", type=int, default=60_000_000, help="tokens to learn from at most")
     add("--wave-rows", type=int, default=5120)
     add("--long-wave-rows", type=int, default=2048)
-    add("--only", help="train this candidate and compare no others")
+    add("--compare", action="store_true", help="compare several kinds of heads first")
     add("--no-capture", action="store_true", help="write texts without CUDA graphs")
-    add("--max-answer", type=int, default=256)
+    add("--loss", choices=("hard", "soft"), help="for every kind, in place of its own")
+    add("--max-answer", type=int, default=192)
     add("--max-passage", type=int, default=700)
-    add("--held-out", type=float, default=0.015)
+    add("--held-out", type=float, default=0.006)
     add("--batch-rows", type=int, default=16_384)
     add("--draft-vocab-size", type=int, default=16_384)
     add("--questions", type=Path)

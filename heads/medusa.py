@@ -10,13 +10,19 @@ root of the tree.
     logits = output layer (out)            shared with the target, reduced (some of its rows), or
                                            own, over the whole or over a draft vocabulary
 
+Sequential heads go on from each other: x of head k starts from that of head k - 1 and reads the
+token before its guess. With a cell_size all of them are one cell, applied again and again: W, E and
+P are shared, the blocks are gated and wider, and only a bias tells the heads apart.
+
 The projection matters when the output layer is shared: SiLU cannot fall below -0.28, so a residual
 block alone can hardly remove from h what belongs to the *next* token. Every map of all K heads is
 one stacked tensor: no Python loop over heads runs.
 
 Shapes: B rows, K heads, H hidden size, V vocabulary, R rows of a reduced draft vocabulary.
 Sources: Medusa, https://arxiv.org/abs/2401.10774, section 2.1 (heads); FR-Spec,
-https://arxiv.org/abs/2502.14856 (a draft vocabulary chosen by frequency).
+https://arxiv.org/abs/2502.14856 (a draft vocabulary chosen by frequency); Hydra,
+https://arxiv.org/abs/2402.05109 (sequential heads); ReDrafter, https://arxiv.org/abs/2403.09919
+(one recurrent cell).
 """
 
 from __future__ import annotations
@@ -52,22 +58,27 @@ class HeadsConfig:
     draft_vocab_size: int | None = None
     base_model: str = ""
     sequential: bool = False
+    cell_size: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_heads", "num_layers", "hidden_size", "vocab_size", "draft_vocab_size"):
+        sizes = ("hidden_size", "vocab_size", "draft_vocab_size", "cell_size")
+        for name in ("num_heads", "num_layers", *sizes):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value > _MOST):
                 raise ValueError(f"{name} is {value!r}: give a whole number up to {_MOST}.")
         for name in ("token_input", "projection", "sequential"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}: give true or false.")
-        for name in ("num_heads", "hidden_size", "vocab_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: give a whole number from 1.")
+        for name in ("num_heads", "hidden_size", "vocab_size", "cell_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}: give a whole number from 1.")
         if self.num_layers < 0:
             raise ValueError(f"num_layers is {self.num_layers}: give 0 or more residual blocks.")
         if self.sequential and not self.token_input:
             raise ValueError("sequential heads read the tokens before them: set token_input too.")
+        if self.shares_cell and not self.sequential:
+            raise ValueError("heads that share a cell are sequential: set sequential too.")
         if self.output not in get_args(OutputKind):
             kinds = ", ".join(get_args(OutputKind))
             raise ValueError(f"output is {self.output!r}: choose one of {kinds}.")
@@ -85,15 +96,38 @@ class HeadsConfig:
             )
 
     @property
+    def shares_cell(self) -> bool:
+        """Whether all heads are one recurrent cell of `num_layers` gated blocks."""
+        return self.cell_size is not None
+
+    @property
     def num_logits(self) -> int:
         """Columns of a head's logits: the rows of its output layer."""
         return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
 
 
+class GatedBlocks(nn.Module):
+    """n residual blocks x + D (SiLU(G r) * U r) with r = rms(x); all D start at zero."""
+
+    def __init__(self, num_blocks: int, hidden_size: int, size: int) -> None:
+        """`size`: width inside a block. G and U of a block are one matrix."""
+        super().__init__()
+        # Seeded by the shape alone: fresh heads are the same in every process.
+        generator = torch.Generator().manual_seed(num_blocks * size + hidden_size)
+        wide = torch.randn(num_blocks, 2 * size, hidden_size, generator=generator, device="cpu")
+        self.gate_up = nn.Parameter(wide * hidden_size**-0.5)
+        self.down = nn.Parameter(torch.zeros(num_blocks, hidden_size, size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[...,H] to [...,H]."""
+        for gate_up, down in zip(self.gate_up, self.down, strict=True):
+            gate, up = linear(rms_norm(x, x.shape[-1:]), gate_up).chunk(2, dim=-1)
+            x = x + linear(silu(gate) * up, down)
+        return x
+
+
 class MedusaHeads(nn.Module):
     """K heads, stacked. Fresh heads repeat the target's own next-token logits exactly."""
-
-    MATRICES = ("block_weight", "token_weight", "projection")  # from one hidden state to another
 
     block_weight: nn.Parameter
     block_bias: nn.Parameter
@@ -104,10 +138,14 @@ class MedusaHeads(nn.Module):
         super().__init__()
         self.config = config
         K, H, n = config.num_heads, config.hidden_size, config.num_layers
-        self.block_weight = nn.Parameter(torch.zeros(n, K, H, H))
-        self.block_bias = nn.Parameter(torch.zeros(n, K, H))
-        self.token_weight = nn.Parameter(torch.zeros(K, H, H)) if config.token_input else None
-        self.projection = nn.Parameter(torch.eye(H).repeat(K, 1, 1)) if config.projection else None
+        maps = 1 if config.shares_cell else K
+        self.block_weight = nn.Parameter(torch.zeros(0 if config.shares_cell else n, K, H, H))
+        self.block_bias = nn.Parameter(torch.zeros(1 if config.shares_cell else n, K, H))
+        self.token_weight = nn.Parameter(torch.zeros(maps, H, H)) if config.token_input else None
+        self.projection = (
+            nn.Parameter(torch.eye(H).repeat(maps, 1, 1)) if config.projection else None
+        )
+        self.cell = GatedBlocks(n, H, config.cell_size) if config.cell_size is not None else None
         own = torch.zeros(K, config.num_logits, H) if config.output == "own" else None
         self.output_weight = nn.Parameter(own) if own is not None else None
         self.register_buffer("draft_ids", _checked_draft_ids(config, draft_ids))
@@ -153,13 +191,18 @@ class MedusaHeads(nn.Module):
         """Sequential: the state [...,H] of a head from that of the head before and its token."""
         assert self.token_weight is not None
         token = rms_norm(embedding, (self.config.hidden_size,))
+        if self.cell is not None:
+            x = x + linear(token, self.token_weight[0], self.block_bias[0, head])
+            return cast(Tensor, self.cell(x))
         x = x + linear(token, self.token_weight[head])
         for weight, bias in zip(self.block_weight[:, head], self.block_bias[:, head], strict=True):
             x = x + silu(linear(x, weight, bias))
         return x
 
     def _projected(self, head: int, x: Tensor) -> Tensor:
-        return x if self.projection is None else linear(x, self.projection[head])
+        if self.projection is None:
+            return x
+        return linear(x, self.projection[0 if self.config.shares_cell else head])
 
     def output_rows(self, output_layer: nn.Module) -> Tensor:
         """The rows [R,H] or [V,H] of the target's output layer that the heads can draft."""

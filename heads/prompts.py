@@ -3,7 +3,7 @@
 Twelve kinds of request, filled from small word lists; two of them (`summary`, `passage_qa`) also
 need passages, which the caller takes from what the model wrote earlier. The words are plain on
 purpose: the heads learn how *the target* answers, so the prompts only have to send it to many
-different places.
+different places. Beginnings of prompts, which the model completes, send it to the most.
 """
 
 from __future__ import annotations
@@ -367,6 +367,60 @@ def passage_qa(rng: random.Random, passage: str) -> str:
         f"{question}\n\n{passage}",
     )
     return _pick(rng, forms)
+
+
+# How a request can begin; the model goes on from there, so each of them leads to many prompts.
+OPENINGS = _words(
+    """
+    Write a|Write an|Write a short|Write a story about|Write a poem|Write a letter to|Write an email
+    |Write a Python function|Write a SQL query|Write a C++ program|Write a JavaScript function
+    |Write a review of|Write a speech|Write a dialogue between|Write a headline for|Compose a
+    |Create a|Create a table|Create a list of|Design a|Develop a|Draft a|Generate a|Build a
+    |Implement a|Given a|Given an array of|Given the following|Given two strings|You are given a
+    |Explain|Explain how|Explain why|Explain the difference between|Explain the concept of
+    |Describe|Describe the|Describe how|Discuss|Compare|Compare and contrast|Analyze the|Evaluate
+    |Identify|Classify the following|Categorize|List|List five|List the steps to|Name three
+    |Give me|Give an example of|Give three reasons|Suggest|Recommend|Provide a|Outline
+    |Summarize|Summarize the following text:|Summarize:|Summarise this article in two sentences.
+    |Rewrite the following sentence|Rewrite this paragraph|Paraphrase|Simplify|Edit the following
+    |Correct the grammar|Fix the bug in this code|Convert|Translate|Translate to French:
+    |Translate the following sentence into Spanish|Translate German to English:
+    |Translate German to English: Die|Translate German to English: Ein|Translate this to Italian
+    |Extract|Extract the names from|Find the|Sort the following|Calculate|Compute|Solve|Solve for x
+    |Prove that|Determine whether|Estimate|How|How do I|How do you|How does|How many|How much
+    |How long does it take|How far|How old is|How can I|How would you|What is|What is the
+    |What are|What are the|What was|What does|What happens when|What would happen if|What year
+    |What kind of|What did|what is the meaning of|what time does|Who|Who is|Who was|Who wrote
+    |who plays|who sings|who won|who invented|When|When did|when was|when is|Where|Where is
+    |where did|where was|where can I|Why|Why do|Why is|Why did|Which|Which of the following|Which is
+    |Is it|Is there|Are there|Can you|Can you help me|Could you|Do you|Does|Did|Should I|Would
+    |I am|I am a|I have|I want to|I need|I need help with|I would like|I'm trying to|I'm writing
+    |My|My friend|My dog|We are|Our company|Please|Please explain|Help me|Tell me|Tell me about
+    |Imagine|Imagine you are|Pretend|Act as|You are|You are an expert|As a|Suppose|Assume|If|If I
+    |If a train|If all|In|In a|In this|In what year|A|A man|A store|A train|A car travels|A farmer
+    |A rectangle|A school has|A baker|There are|There were|Two|Three|Tom|Sarah|John has|Mary has
+    |Jack|Emma|A class of|Each|Every|The|The following|The following passage|The sum of|The city of
+    |Read the following passage and answer the question.|Passage:|Article:|Text:|Context:|Question:
+    |Based on the text below|According to the article|Answer the following question|Q:|Here is
+    |Here is a list|Consider|Consider the following|Let|Let's|Debug|Refactor|Complete the|Continue
+    |Fill in the blank|Choose|True or false|Make|Make a|Plan|Plan a|Prepare|Use|Using|Add|Add a
+    |Remove|Replace|Reverse|Count|Check|Verify|Predict|Infer|Interpret|Hello|Hi|Good morning|Thanks
+    |LONDON -|NEW YORK -|Yesterday|Last week|In 2015|According to|Scientists have|The president
+    |Police|Researchers at|The company|After|Before|While|When I|Since|Although|During|On Monday
+    """
+)
+
+
+def openings(count: int, seed: int) -> list[str]:
+    """`count` seeded beginnings of prompts: half from the list, half the first words of prompts of
+    the short kinds."""
+    rng = random.Random(seed)
+    listed = [_pick(rng, OPENINGS) for _ in range(count - count // 2)]
+    cut = []
+    for prompt in short_prompts(count // 2, rng.randrange(1 << 31)):
+        words = prompt.split()
+        cut.append(" ".join(words[: rng.randint(1, max(1, min(8, len(words) - 1)))]))
+    return listed + cut
 
 
 SHORT_KINDS: dict[str, Fill] = {

@@ -3,10 +3,11 @@ answers.
 
     python -m specdeft.heads.self_generate --model M --count 20000 --output texts.safetensors
 
-Half of the short prompts are written by the model itself (it is given the chat template up to the
-user's turn and goes on from there), half come from seeded templates (heads/prompts.py). Long
-prompts ask for summaries of, and answers from, passages put together from earlier answers. Source
-of the first idea: Magpie, https://arxiv.org/abs/2406.08464, section 2.
+The short prompts are written by the model itself (it is given the chat template up to the user's
+turn and goes on from there), begun by us and completed by the model, or taken whole from seeded
+templates (heads/prompts.py). Long prompts ask for summaries of, and answers from, passages put
+together from earlier answers. Source of the first idea: Magpie, https://arxiv.org/abs/2406.08464,
+section 2.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from specdeft.heads.documents import Documents, join
-from specdeft.heads.prompts import passage_prompts, short_prompts
+from specdeft.heads.prompts import openings, passage_prompts, short_prompts
 from specdeft.heads.sampler import Limits, Request, TextWriter, Written
 from specdeft.heads.target import Target, Turn, chat_turn, load_target
 from specdeft.heads.text_store import TextStore
@@ -30,6 +31,7 @@ from specdeft.trees.options import Options
 
 _MAX_PERIOD = 48  # the longest loop looked for, in tokens
 _MIN_LOOP = 24  # tokens that must repeat in a row before a text counts as looping
+_MAX_OPENING = 16  # tokens of a prompt's beginning that the model completes
 _MIN_ANSWER = 4  # tokens; shorter answers have nothing to draft
 _MIN_PASSAGE_PART = 60  # tokens; an answer this long can be part of a passage
 
@@ -44,7 +46,8 @@ class GenerationPlan:
     long_every: int = 3
     max_answer: int = 256
     max_passage: int = 700
-    own_prompts: float = 0.5
+    own_prompts: float = 0.25
+    begun_prompts: float = 0.45
     greedy: float = 0.6
     temperatures: tuple[float, float] = (0.6, 1.0)
     seed: int = 0
@@ -75,7 +78,9 @@ class SelfGenerator:
         fitting = [r for r in requests if writer.limits.positions(r) <= writer.num_positions]
         writer.generator.manual_seed(self.plan.seed * 1_000_003 + self.wave)
         texts = writer.write(fitting)
-        documents = self._documents(texts, fitting, loop_free_lengths(texts))
+        documents = self._documents(
+            texts, fitting, loop_free_lengths(texts, self.target.model.device)
+        )
         self.dropped += len(requests) - len(documents)
         self._finish(documents, is_long)
         return documents
@@ -102,6 +107,7 @@ class SelfGenerator:
         if is_long not in self._writers:
             limits = Limits(self.turn.stop_ids, self.turn.after[1:], self.plan.max_answer)
             frame = len(self.turn.before) + len(self.turn.after) + len(limits.suffix) + 2
+            frame += _MAX_OPENING
             # Room for the words around a passage; a passage read again may have more tokens.
             prompt = self.plan.max_passage * 11 // 10 + 40 if is_long else limits.max_written_prompt
             rows = self.plan.long_wave_rows if is_long else self.plan.wave_rows
@@ -125,7 +131,12 @@ class SelfGenerator:
             Request(self.turn.before, self._temperature(rng), writes_prompt=True)
             for _ in range(own)
         ]
-        prompts = short_prompts(self.plan.wave_rows - own, rng.randrange(1 << 31))
+        begun = round(self.plan.begun_prompts * self.plan.wave_rows)
+        texts = openings(begun, rng.randrange(1 << 31))
+        for ids in self.target.tokenizer(texts, add_special_tokens=False).input_ids:
+            start = [*self.turn.before, *ids[:_MAX_OPENING]]
+            written.append(Request(start, self._temperature(rng), writes_prompt=True))
+        prompts = short_prompts(self.plan.wave_rows - own - begun, rng.randrange(1 << 31))
         return written + self._asked(prompts, rng)
 
     def _long_requests(self, rng: random.Random) -> list[Request]:
@@ -181,15 +192,16 @@ class SelfGenerator:
         )
 
 
-def loop_free_lengths(texts: Written) -> Tensor:
+def loop_free_lengths(texts: Written, device: torch.device | str = "cpu") -> Tensor:
     """int64 [n]: how much of each text to keep: all of it, or up to where its answer has begun to
-    loop.
+    loop. Computed on `device`, returned on the CPU.
 
     A loop is the last p tokens again, for at least max(2p, 24) tokens in a row, p up to 48.
     """
-    tokens, keep = texts.tokens, texts.length.clone()
-    place = torch.arange(tokens.shape[1])
-    inside = (place >= texts.prompt_length.unsqueeze(1)) & (place < texts.length.unsqueeze(1))
+    tokens, keep = texts.tokens.to(device), texts.length.to(device)
+    place = torch.arange(tokens.shape[1], device=device)
+    prompt = texts.prompt_length.to(device).unsqueeze(1)
+    inside = (place >= prompt) & (place < keep.unsqueeze(1))
     for period in range(1, min(_MAX_PERIOD, tokens.shape[1] - 1) + 1):
         same = (
             (tokens[:, period:] == tokens[:, :-period]) & inside[:, :-period] & inside[:, period:]
@@ -197,7 +209,7 @@ def loop_free_lengths(texts: Written) -> Tensor:
         ends = run_lengths(same) >= max(2 * period, _MIN_LOOP)
         first = torch.where(ends.any(1), ends.int().argmax(1) + period + 1, tokens.shape[1])
         keep = torch.minimum(keep, first)
-    return keep
+    return keep.cpu()
 
 
 def run_lengths(flags: Tensor) -> Tensor:

@@ -54,6 +54,7 @@ class Shape:
     projection: bool = True
     sequential: bool = False
     draft_vocab_size: int | None = None
+    cell_size: int | None = None
 
 
 def new_heads(target: Target, shape: Shape, documents: Documents) -> tuple[MedusaHeads, float]:

@@ -30,7 +30,6 @@ from specdeft.heads.documents import Documents
 from specdeft.heads.features import IGNORED, Features, extract, tokens_before
 from specdeft.heads.loss import HeadLosses, frozen_output_loss, head_weights, own_output_loss
 from specdeft.heads.medusa import MedusaHeads
-from specdeft.heads.muon import Muon
 from specdeft.heads.parallel import ALONE, Processes
 from specdeft.trees.atomic import write_atomic
 
@@ -46,7 +45,6 @@ class TrainConfig:
     1 / `accumulate` are worked on at once."""
 
     loss: Literal["hard", "soft"] = "hard"
-    optimizer: Literal["muon", "adamw"] = "adamw"
     soft_temperature: float = 0.7
     head_decay: float = 0.8
     learning_rate: float = 2e-3
@@ -81,8 +79,6 @@ class TrainConfig:
         ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}: give a number above 0.")
-        if self.optimizer not in ("muon", "adamw"):
-            raise ValueError(f"optimizer is {self.optimizer!r}: choose muon or adamw.")
 
 
 @dataclass
@@ -169,22 +165,6 @@ def learning_rate(config: TrainConfig, step: int, num_steps: int) -> float:
     progress = (step - warmup) / max(1, num_steps - warmup)
     floor = config.final_learning_rate_share
     return config.learning_rate * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
-
-
-def new_optimizer(heads: MedusaHeads, config: TrainConfig) -> torch.optim.Optimizer:
-    """The optimizer that the configuration names, over all parameters of the heads."""
-    rate, decay = config.learning_rate, config.weight_decay
-    if config.optimizer == "muon":
-        names = dict(heads.named_parameters())
-        matrices = [names.pop(name) for name in heads.MATRICES if name in names]
-        return Muon(matrices, names.values(), lr=rate, weight_decay=decay)
-    return torch.optim.AdamW(
-        heads.parameters(),
-        lr=rate,
-        betas=(0.9, 0.98),
-        weight_decay=decay,
-        fused=heads.block_bias.is_cuda,
-    )
 
 
 def known_labels(heads: MedusaHeads, features: Features, index: Tensor) -> Tensor:
@@ -274,7 +254,13 @@ class Trainer:
     def run(self, *, resume: bool = False) -> dict[str, Any]:
         """Train to the end; returns the record of losses and accuracies."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        optimizer = new_optimizer(self.heads, self.config)
+        optimizer = torch.optim.AdamW(
+            self.heads.parameters(),
+            lr=self.config.learning_rate,
+            betas=(0.9, 0.98),
+            weight_decay=self.config.weight_decay,
+            fused=self.heads.block_bias.is_cuda,
+        )
         first = self._resume(optimizer) if resume else 0
         if first == 0:
             self.num_steps = self._planned_steps()

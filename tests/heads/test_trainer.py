@@ -71,6 +71,8 @@ def source_for(target: Target, documents: Documents, config: TrainConfig = CONFI
         {"output": "own", "projection": False, "draft_vocab_size": 64},
         {"output": "reduced", "draft_vocab_size": 64},
         {"output": "shared", "token_input": False},
+        {"output": "reduced", "draft_vocab_size": 64, "sequential": True},
+        {"output": "shared", "sequential": True, "cell_size": 40, "num_layers": 2},
     ],
 )
 def test_training_reduces_the_loss_and_leaves_the_target_alone(
@@ -237,26 +239,3 @@ def test_a_quantised_target_is_learnt_from(tmp_path: Path, target: Target, outpu
     trainer.run()
     log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert log[-1]["loss"] < 0.8 * log[0]["loss"]
-
-
-@pytest.mark.parametrize(("optimizer", "rate"), [("adamw", 1e-2), ("muon", 1e-1)])
-def test_both_optimizers_learn_and_resume(
-    tmp_path: Path, target: Target, optimizer: Any, rate: float
-) -> None:
-    config = replace(CONFIG, optimizer=optimizer, learning_rate=rate, max_steps=30, save_every=15)
-    whole, cut = heads_for(target), heads_for(target)
-    run = Trainer(target.model, whole, source_for(target, texts()), config, tmp_path / "whole")
-    first = run.run()
-    log = (tmp_path / "whole" / "log.jsonl").read_bytes()
-    again = Trainer(target.model, cut, source_for(target, texts()), config, tmp_path / "whole")
-    assert again.run(resume=True)["last_loss"] == first["last_loss"]
-    assert (tmp_path / "whole" / "log.jsonl").read_bytes() == log
-    for name, tensor in whole.state_dict().items():
-        assert torch.equal(cut.state_dict()[name], tensor)
-    losses = [json.loads(line)["loss"] for line in log.decode().splitlines()]
-    assert losses[-1] < 0.8 * losses[0]
-
-
-def test_an_unknown_optimizer_is_refused() -> None:
-    with pytest.raises(ValueError, match="choose muon or adamw"):
-        TrainConfig(**{"optimizer": "sgd"})
