@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -61,7 +61,7 @@ class Candidate:
 
     name: str
     shape: Shape
-    loss: str = "hard"
+    loss: Literal["hard", "soft"] = "hard"
     learning_rate: float = 2e-3
 
 

@@ -209,6 +209,7 @@ def run(
         token_input=not options.no_token_input,
         projection=not options.no_projection,
         sequential=not (options.parallel or options.no_token_input),
+        cell_size=options.cell_size,
         draft_vocab_size=options.draft_vocab_size if options.heads_output == "reduced" else None,
     )
     config = TrainConfig(
@@ -288,6 +289,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--draft-vocab-size", type=int, default=16_384, help="rows with --heads-output reduced")
     add("--parallel", action="store_true", help="Medusa's heads: none sees another one's guess")
+    add(
+        "--cell-size",
+        type=int,
+        metavar="WIDTH",
+        help="all heads are one recurrent cell of so wide gated blocks",
+    )
     add(
         "--no-token-input",
         action="store_true",

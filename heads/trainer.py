@@ -34,8 +34,8 @@ from specdeft.heads.parallel import ALONE, Processes
 from specdeft.trees.atomic import write_atomic
 
 STATE_NAME = "training_state.pt"
-# A time limit is turned into a number of steps from the speed between these two steps; before the
-# first of them kernels are still compiled and tuned.
+# A time limit is turned into a number of steps from the speed up to the first of these steps, and
+# again from that between the two: before the first kernels are still compiled and tuned.
 _WARM_STEPS, _MEASURED_STEPS = 20, 100
 
 
@@ -364,12 +364,11 @@ class Trainer:
             torch.cuda.synchronize()
         now = time.monotonic()
         marked, marked_at, began = self._marks
-        if done == _MEASURED_STEPS:
-            left_s = self.config.time_limit_s - (now - began)
-            affordable = done + int(left_s * (done - marked) / (now - marked_at))
-            self.num_steps = self.group.agree(max(done, min(self.num_steps, affordable)))
-            bar.total = self.num_steps
-            bar.refresh()
+        left_s = self.config.time_limit_s - (now - began)
+        affordable = done + int(left_s * (done - marked) / max(now - marked_at, 1e-9))
+        self.num_steps = self.group.agree(max(done, min(self._planned_steps(), affordable)))
+        bar.total = self.num_steps
+        bar.refresh()
         self._marks = (done, now, began)
 
     def _evaluate(self, step: int) -> None:

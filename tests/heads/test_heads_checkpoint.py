@@ -81,6 +81,21 @@ def change_weights(folder: Path, **changes: torch.Tensor | None) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_round_trip_of_a_shared_cell(tmp_path: Path, num_layers: int) -> None:
+    config = HeadsConfig(
+        5, num_layers, H, V, token_input=True, projection=True, sequential=True, cell_size=12
+    )
+    heads = MedusaHeads(config)
+    torch.nn.init.normal_(heads.block_bias)
+    heads.save(tmp_path)
+    again = MedusaHeads.load(tmp_path, hidden_size=H, vocab_size=V)
+    assert again.config == config
+    assert sorted(again.state_dict()) == sorted(heads.state_dict())
+    for name, tensor in heads.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -14,7 +14,13 @@ import torch
 
 from specdeft.heads.documents import Documents
 from specdeft.heads.medusa import MedusaHeads
-from specdeft.heads.prompts import SHORT_KINDS, passage_prompts, short_prompts
+from specdeft.heads.prompts import (
+    OPENINGS,
+    SHORT_KINDS,
+    openings,
+    passage_prompts,
+    short_prompts,
+)
 from specdeft.heads.sampler import Written
 from specdeft.heads.self_generate import (
     GenerationPlan,
@@ -40,6 +46,29 @@ def test_prompts_are_seeded_varied_and_filled() -> None:
     assert len(set(prompts)) > 2000
     assert all("{" not in prompt and prompt.strip() == prompt for prompt in prompts)
     assert len(SHORT_KINDS) >= 9
+
+
+def test_openings_are_seeded_short_and_half_from_the_list() -> None:
+    made = openings(1000, seed=5)
+    assert made == openings(1000, seed=5)
+    assert made != openings(1000, seed=6)
+    assert len(set(OPENINGS)) == len(OPENINGS) > 200
+    assert set(made[:500]) <= set(OPENINGS)
+    assert all(1 <= len(opening.split()) <= 12 and opening.strip() for opening in made)
+    assert len(set(made[500:])) > 200
+
+
+def test_a_wave_holds_prompts_that_were_begun_and_completed() -> None:
+    target = make_target(end_scale=1.3)
+    generator = SelfGenerator(target, replace(PLAN, own_prompts=0.25, begun_prompts=0.5))
+    before = generator.turn.before
+    requests = generator._short_requests(random.Random(0))
+    own = [r for r in requests if r.writes_prompt and list(r.ids) == before]
+    begun = [r for r in requests if r.writes_prompt and len(r.ids) > len(before)]
+    assert (len(own), len(begun), len(requests)) == (6, 12, 24)
+    assert all(list(r.ids[: len(before)]) == before for r in begun)
+    limits = generator._writer(is_long=False).limits
+    assert max(map(limits.positions, requests)) <= generator._writer(is_long=False).num_positions
 
 
 def test_passage_prompts_hold_their_passage() -> None:

@@ -15,7 +15,9 @@ from specdeft.trees.token_tree import TokenTree
 K, H, V, R = 4, 16, 50, 30
 
 
-def make(output: str = "shared", projection: bool = True) -> MedusaHeads:
+def make(
+    output: str = "shared", projection: bool = True, cell_size: int | None = None
+) -> MedusaHeads:
     size, ids = (R, torch.randperm(V)[:R]) if output == "reduced" else (None, None)
     config = HeadsConfig(
         num_heads=K,
@@ -27,6 +29,7 @@ def make(output: str = "shared", projection: bool = True) -> MedusaHeads:
         projection=projection,
         draft_vocab_size=size,
         sequential=True,
+        cell_size=cell_size,
     )
     heads = MedusaHeads(config, ids)
     for parameter in heads.parameters():
@@ -64,12 +67,68 @@ def test_states_by_hand(projection: bool, layers: tuple[nn.Embedding, nn.Linear]
         )
 
 
+def cell_by_hand(
+    heads: MedusaHeads, hidden: torch.Tensor, embeddings: torch.Tensor
+) -> torch.Tensor:
+    """States [K,H] of one row of heads that share a cell, written out."""
+    assert heads.token_weight is not None
+    assert heads.cell is not None
+    x, states = hidden, []
+
+    def unit(v: torch.Tensor) -> torch.Tensor:
+        return v / (v.pow(2).mean() + 1.1920929e-07).sqrt()
+
+    for head in range(K):
+        x = x + heads.token_weight[0] @ unit(embeddings[head]) + heads.block_bias[0, head]
+        for gate_up, down in zip(heads.cell.gate_up, heads.cell.down, strict=True):
+            gate, up = gate_up[: len(gate_up) // 2], gate_up[len(gate_up) // 2 :]
+            z = gate @ unit(x)
+            x = x + down @ (z * torch.sigmoid(z) * (up @ unit(x)))
+        states.append(x if heads.projection is None else heads.projection[0] @ x)
+    return torch.stack(states)
+
+
+@pytest.mark.parametrize("projection", [False, True])
+def test_states_of_a_shared_cell_by_hand(projection: bool) -> None:
+    heads = make(projection=projection, cell_size=24)
+    assert heads.block_weight.numel() == 0
+    hidden, embeddings = torch.randn(3, H), torch.randn(K, 3, H)
+    states = heads.states_along(hidden, embeddings)
+    for row in range(3):
+        torch.testing.assert_close(
+            states[:, row],
+            cell_by_hand(heads, hidden[row], embeddings[:, row]),
+            rtol=1e-4,
+            atol=1e-4,
+        )
+
+
+def test_a_fresh_cell_repeats_the_target(layers: tuple[nn.Embedding, nn.Linear]) -> None:
+    config = HeadsConfig(
+        K, 2, H, V, token_input=True, projection=True, sequential=True, cell_size=24
+    )
+    heads, hidden = MedusaHeads(config), torch.randn(3, H)
+    assert torch.equal(heads.states_along(hidden, torch.randn(K, 3, H)), hidden.expand(K, 3, H))
+    assert torch.equal(heads.state_dict()["cell.gate_up"], MedusaHeads(config).cell.gate_up)  # type: ignore[union-attr]
+
+
+def test_a_cell_needs_sequential_heads_and_a_size() -> None:
+    with pytest.raises(ValueError, match="set sequential too"):
+        HeadsConfig(K, 1, H, V, token_input=True, cell_size=8)
+    with pytest.raises(ValueError, match="cell_size is 0"):
+        HeadsConfig(K, 1, H, V, token_input=True, sequential=True, cell_size=0)
+
+
+@pytest.mark.parametrize("cell_size", [None, 24])
 @pytest.mark.parametrize("output", ["shared", "own", "reduced"])
 @pytest.mark.parametrize("tree", [named_tree("deft-64"), TokenTree.chain(4), TokenTree.full([9])])
 def test_every_node_is_the_guess_behind_its_own_path(
-    output: str, tree: TokenTree, layers: tuple[nn.Embedding, nn.Linear]
+    output: str,
+    tree: TokenTree,
+    cell_size: int | None,
+    layers: tuple[nn.Embedding, nn.Linear],
 ) -> None:
-    heads, (embed, out) = make(output), layers
+    heads, (embed, out) = make(output, cell_size=cell_size), layers
     hidden, root = torch.randn(2, H), torch.tensor([7, 31])
     tokens = heads.draft_tree(hidden, root, embed, out, draft_plan(tree))
     assert torch.equal(tokens[:, 0], root)
