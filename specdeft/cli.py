@@ -2,8 +2,11 @@
 
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from pathlib import Path
+from typing import TextIO
 
 import specdeft
 from specdeft.trees.options import Options
@@ -15,6 +18,7 @@ _COMMANDS = {
     "tree": ("specdeft.tree_command", "draw token trees, find the best ones, compare them"),
     "bench": ("specdeft.bench.cli", "measure acceptance, identity and speed"),
 }
+_PACKAGE = Path(specdeft.__file__).parent
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 
@@ -39,8 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known, _rest = parser.parse_known_args(arguments[:1])
     module, _summary = _COMMANDS[known.command]
     try:
-        run: Callable[[Sequence[str]], int | None] = import_module(module).main
-        return run(arguments[1:]) or 0
+        with warnings.catch_warnings():
+            warnings.showwarning = _show
+            run: Callable[[Sequence[str]], int | None] = import_module(module).main
+            return run(arguments[1:]) or 0
     except KeyboardInterrupt:
         print("\nspecdeft: interrupted", file=sys.stderr)  # noqa: T201
         return EXIT_INTERRUPTED
@@ -51,3 +57,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"specdeft: {error}", file=sys.stderr)  # noqa: T201
         return EXIT_BAD_INPUT
+
+
+def _show(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """A notice of ours as one line, without the place in the code that it comes from."""
+    if issubclass(category, UserWarning) and _PACKAGE in Path(filename).parents:
+        text = f"specdeft: {message}\n"
+    else:
+        text = warnings.formatwarning(message, category, filename, lineno, line)
+    (file or sys.stderr).write(text)

@@ -1,6 +1,8 @@
 """`specdeft export`: heads in the formats of other engines, or a folder ready to be published."""
 
 import argparse
+import json
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -68,7 +70,8 @@ def main(arguments: Sequence[str]) -> int:
     else:
         files = export_heads(source, options.to, options.out)
     sys.stdout.write(f"{options.out}: {', '.join(files)} written, read again and found equal\n")
-    sys.stdout.write(_next_step(options.to, options.out, source.base_model))
+    heads = source.heads.config.num_heads
+    sys.stdout.write(_next_step(options.to, options.out, source.base_model, heads))
     return 0
 
 
@@ -88,7 +91,7 @@ def _source(options: argparse.Namespace, origin: Path) -> Any:
     from specdeft.heads.formats.express import check_expressible
     from specdeft.heads.formats.load import is_own, load_any_heads, stored_dtype
     from specdeft.heads.formats.parts import TargetSizes
-    from specdeft.loading import load_target, pick_dtype
+    from specdeft.loading import load_target, pick_dtype, quiet_loading
 
     if options.to != "hub" and is_own(origin):
         check_expressible(read_config(origin))  # before a large model is loaded
@@ -97,6 +100,7 @@ def _source(options: argparse.Namespace, origin: Path) -> Any:
     if options.model is None:
         heads = load_any_heads(origin, dtype=dtype)
         return Source(heads, None, options.base_model or heads.config.base_model)
+    quiet_loading()
     loaded = load_target(options.model, dtype=dtype, device="cpu")
     layer = loaded.model.get_output_embeddings()
     vocab_size, hidden_size = layer.weight.shape
@@ -105,15 +109,15 @@ def _source(options: argparse.Namespace, origin: Path) -> Any:
     return Source(heads, layer, options.base_model or options.model, loaded.tokenizer)
 
 
-def _next_step(to: str, folder: Path, base: str) -> str:
+def _next_step(to: str, folder: Path, base: str, num_heads: int) -> str:
     """How the folder is used, in one line."""
+    place = shlex.quote(str(folder))
     if to == "vllm":
-        return (
-            f"serve: vllm serve {base or 'BASE_MODEL'} --speculative-config "
-            f'\'{{"method": "medusa", "model": "{folder}", "num_speculative_tokens": K}}\'\n'
-        )
+        asked = {"method": "medusa", "model": str(folder), "num_speculative_tokens": num_heads}
+        how = shlex.quote(json.dumps(asked))
+        return f"serve: vllm serve {base or 'BASE_MODEL'} --speculative-config {how}\n"
     if to == "tgi":
-        return f"serve: text-generation-launcher --model-id {folder} --speculate K\n"
+        return f"serve: text-generation-launcher --model-id {place} --speculate {num_heads}\n"
     if to == "hub":
-        return f"publish: hf upload NAME/REPOSITORY {folder}\n"
+        return f"publish: hf upload NAME/REPOSITORY {place}\n"
     return ""

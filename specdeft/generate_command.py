@@ -12,6 +12,7 @@ from specdeft.trees.options import Options
 
 _DEFAULT_MODEL = next(iter(DEFAULT_MODELS))
 WARM_UP_TOKENS = 8
+STEPS_TO_JUDGE = 16
 
 
 def parser() -> argparse.ArgumentParser:
@@ -78,8 +79,9 @@ def main(arguments: Sequence[str]) -> int:
 
     # Loading takes seconds: only after everything that can be refused without it.
     from specdeft.decoder import SpecDecoder
+    from specdeft.loading import quiet_loading
 
-    _quiet_loading()
+    quiet_loading()
     heads = None if options.heads == "none" else options.heads
     decoder = SpecDecoder.from_pretrained(
         options.model,
@@ -114,6 +116,11 @@ def main(arguments: Sequence[str]) -> int:
         "stats": result.stats.to_dict(),
     }
     _say(_describe(result.stats, decoder.expected_tau))
+    if decoder.heads is not None and _never_right(result.stats):
+        _say(
+            f"not one drafted token was right in {result.stats.num_steps} steps: these heads look "
+            "as if they were made for another model"
+        )
     if options.compare:
         report["compare"] = _compare(decoder, prompt, config, options.raw, result)
     if options.json:
@@ -185,11 +192,11 @@ def _describe(stats: Any, expected_tau: float | None) -> str:
     )
 
 
-def _quiet_loading() -> None:
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+def _never_right(stats: Any) -> bool:
+    """Whether so many guesses failed that it cannot be chance; heads of any use are right in every
+    second step."""
+    wrong = stats.acceptance_histogram[:1] == (stats.num_steps,)
+    return bool(wrong and stats.num_nodes > 1 and stats.num_steps >= STEPS_TO_JUDGE)
 
 
 def _say(line: str, end: str = "\n") -> None:

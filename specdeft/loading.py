@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from specdeft.default_model import DEFAULT_MODELS, resolve_default_model
 from specdeft.heads.formats.fetch import local_path
@@ -82,6 +83,12 @@ def load_target(
     if "device_map" not in arguments:
         model = model.to(place)
     return LoadedTarget(model.eval(), tokenizer, str(name))
+
+
+def quiet_loading() -> None:
+    """No progress bars and remarks of transformers, for commands that print their own lines."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
 
 def shipped_heads(name: str) -> Path:

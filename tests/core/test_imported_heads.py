@@ -70,6 +70,8 @@ def test_the_command_exports_and_generate_reads(folder: Path, tmp_path: Path, ca
     assert code == 0, err
     assert "read again and found equal" in text
     assert '"method": "medusa"' in text
+    assert '"num_speculative_tokens": 3' in text
+    assert err == ""
     tree = tmp_path / "tree.json"
     TREE.save(tree)
     code, _, err = run(
@@ -119,3 +121,22 @@ def test_refusals_are_one_sentence(
     assert err.startswith("specdeft: ")
     assert err.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours"]
+
+
+@pytest.mark.filterwarnings("default")  # elsewhere a notice of ours is an error
+def test_a_notice_is_one_line(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    """A published config that is wrong about its heads, and heads that are never right."""
+    heads = made("own")
+    torch.nn.init.zeros_(heads.output_weight)  # type: ignore[arg-type]
+    export_heads(Source(heads, None, "tiny"), "tgi", tmp_path / "heads")
+    config = tmp_path / "heads" / "config.json"
+    config.write_text(config.read_text().replace('"medusa_num_heads": 3', '"medusa_num_heads": 2'))
+    code, _, err = run(
+        capsys, "generate", PROMPT, "--model", str(folder), "--heads", str(tmp_path / "heads"),
+        "--tree", "chain-3", "--max-new-tokens", "40", "--dtype", "float32",
+    )  # fmt: skip
+    assert code == 0, err
+    lines = err.splitlines()
+    assert [line for line in lines if "says heads 2 for 3" in line and "specdeft: " in line]
+    assert not [line for line in lines if ".py:" in line]
+    assert [line for line in lines if "not one drafted token was right" in line]
