@@ -64,7 +64,7 @@ def model_card(
     base = base_model or config.base_model or "the base model"
     header = ["---", "library_name: specdeft", "tags:", "- speculative-decoding", "- medusa"]
     if _HUB_ID.fullmatch(base):
-        header += [f"base_model: {base}", "base_model_relation: adapter"]
+        header.append(f"base_model: {base}")
     kind = "sequential" if config.sequential else "parallel"
     vocabulary = f", drafting {config.num_logits:,} of {config.vocab_size:,} tokens"
     lines = [

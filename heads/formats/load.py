@@ -35,7 +35,11 @@ def load_any_heads(
         ValueError: it holds no heads, damaged ones, ones of another model, or in a format with
             something that cannot be represented; the message names it.
     """
-    heads = _own(path, target, dtype) if is_own(path) else _imported(path, target, dtype)
+    try:
+        heads = _own(path, target, dtype) if is_own(path) else _imported(path, target, dtype)
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise ValueError(f"the heads {path} cannot be read ({reason}): check the file") from error
     for name, tensor in heads.named_parameters():
         if not bool(torch.isfinite(tensor).all()):
             raise ValueError(

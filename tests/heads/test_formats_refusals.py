@@ -470,3 +470,18 @@ def test_slices_that_do_not_belong_together(tmp_path: Path) -> None:
     del tensors[name]
     write(tmp_path, "rank1.safetensors", tensors)
     refused(tmp_path, "different tensors")
+
+
+@pytest.mark.parametrize("what", ["open", "stat"])
+def test_files_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    write(tmp_path, F1_FILE, table(F1, values()), medusa_num_heads=3)
+
+    def fail(path: Path, *_: Any, **__: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, what, fail)
+        with pytest.raises(ValueError, match="Permission denied"):
+            MedusaHeads.load(tmp_path)
