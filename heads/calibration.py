@@ -9,7 +9,8 @@ Shapes: M rows, K heads, R ranks looked at.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,25 +21,28 @@ from specdeft.heads.documents import Documents
 from specdeft.heads.features import Features, extract, tokens_before
 from specdeft.heads.medusa import MedusaHeads
 from specdeft.trees.lookup import look_up
+from specdeft.trees.mixing import best_mix
 from specdeft.trees.options import Options
-from specdeft.trees.search import ValuedPaths, best_tree
-from specdeft.trees.statistics import accepted_depths, count_ranks
+from specdeft.trees.search import ReplayedTau, ValuedPaths, best_tree
+from specdeft.trees.statistics import accepted_depths, count_ranks, with_lookup
 from specdeft.trees.token_tree import TokenTree
 
 NUM_RANKS = 32
 MAX_PATHS = 256
-MAX_LOOKUP = 16  # tokens of a lookup chain that are valued
+MAX_LOOKUP = 24  # tokens of a lookup chain that are valued
+REFERENCE_NODES = 32
+REPLAYED_SIZES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 VALUES_NAME = "tree_values.json"
-SAMPLED_VALUES_NAME = "tree_values_t0.7.json"
 
 
 class Replay(NamedTuple):
     """tau = tokens / steps over all documents; per_document: float32 [documents], NaN-free (a
-    document without a step is left out of both)."""
+    document without a step is left out of both); starts: int64, the rows at which steps began."""
 
     tau: float
     per_document: Tensor
     documents: Tensor
+    starts: Tensor
 
 
 @torch.inference_mode()
@@ -139,10 +143,12 @@ def replay(
     gains = (gained + 1).tolist()
     ids, lengths = document.cpu().unique_consecutive(return_counts=True)
     taus, kept, tokens, steps, start = [], [], 0, 0, 0
+    starts: list[int] = []
     for number, length in zip(ids.tolist(), lengths.tolist(), strict=True):
         # The last row's root is the last token of the text: nothing is left to decode there.
         last, row, count = start + length - 1, start, 0
         while row < last:
+            starts.append(row)
             row += gains[row]
             count += 1
         if count:
@@ -150,7 +156,8 @@ def replay(
             kept.append(number)
             tokens, steps = tokens + length - 1, steps + count
         start += length
-    return Replay(tokens / max(steps, 1), torch.tensor(taus), torch.tensor(kept))
+    found = (torch.tensor(taus), torch.tensor(kept), torch.tensor(starts, dtype=torch.int64))
+    return Replay(tokens / max(steps, 1), *found)
 
 
 def repeat_rate(documents: Documents, size: int = 8) -> Tensor:
@@ -164,37 +171,138 @@ def repeat_rate(documents: Documents, size: int = 8) -> Tensor:
     return torch.tensor(rates)
 
 
+class Samples(NamedTuple):
+    """What is known of the drafts at every row of some texts, on the CPU.
+
+    ranks: int64 [M,K] as `head_ranks`. num_known: int64 [M]. document: int64 [M]. lookup: as
+    `lookup_depths`.
+    """
+
+    ranks: Tensor
+    num_known: Tensor
+    document: Tensor
+    lookup: LookupDepths
+
+    def replay(self, tree: TokenTree) -> Replay:
+        """Decode the texts with a tree."""
+        return replay(self.ranks, self.document, tree, self.lookup.depth)
+
+    def at(self, rows: Tensor) -> Samples:
+        """Some of the rows, int64 [R], repeated where they are named again."""
+        return Samples(
+            self.ranks[rows],
+            self.num_known[rows],
+            self.document[rows],
+            LookupDepths(self.lookup.depth[rows], self.lookup.num_known[rows]),
+        )
+
+
+def samples_of(
+    model: Any, heads: MedusaHeads | None, documents: Documents, *, batch_tokens: int = 16_384
+) -> Samples:
+    """Ranks and lookup depths on texts that the target wrote; without heads K is 0."""
+    if heads is None:
+        document = torch.cat(
+            [
+                torch.full((int(documents.padded(torch.tensor([index]))[1][0, 1:].sum()),), index)
+                for index in range(len(documents))
+            ]
+        )
+        none = torch.zeros(len(document), 0, dtype=torch.int64)
+        known = torch.zeros_like(document)
+        return Samples(none, known, document, lookup_depths(documents, document))
+    features = extract(model, documents, heads.config.num_heads, batch_tokens=batch_tokens)
+    document = features.document.cpu()
+    return Samples(
+        head_ranks(model, heads, features),
+        features.num_known().cpu(),
+        document,
+        lookup_depths(documents, document),
+    )
+
+
+def step_values(
+    samples: Samples, *, reference_nodes: int = REFERENCE_NODES, rounds: int = 3
+) -> ValuedPaths:
+    """Paths and lookup chains valued where steps start, not at every token.
+
+    A step that accepts ten tokens skips nine places, so places inside text that repeats itself
+    begin few steps: counted like all others they make long chains look better than they are. The
+    starts are those of replays with the best tree of `reference_nodes` so far, all rounds together.
+    """
+    rows = torch.arange(len(samples.document))
+    starts: list[Tensor] = []
+    values = _valued(samples)
+    for _ in range(rounds):
+        most = 1 + len(values.paths) + len(values.lookup)
+        tree = best_mix(values, min(reference_nodes, most)).tree
+        starts.append(samples.replay(tree).starts)
+        rows = torch.cat(starts)
+        if not len(rows):
+            break
+        values = _valued(samples.at(rows))
+    return values
+
+
+def _valued(samples: Samples) -> ValuedPaths:
+    values = tree_values(samples.ranks, samples.num_known)
+    return with_lookup(values, samples.ranks, samples.num_known, *samples.lookup)
+
+
 def calibrate(
     model: Any,
-    heads: MedusaHeads,
+    heads: MedusaHeads | None,
     documents: Documents,
     folder: Path,
     *,
     batch_tokens: int = 16_384,
 ) -> dict[str, Any]:
-    """Write the tree values of held-out documents beside the heads; returns what was measured.
+    """Write the tree values of texts that the target wrote beside the heads; returns what was
+    measured.
 
-    Greedy documents (temperature 0) give `tree_values.json`, all others `tree_values_t0.7.json`.
+    The texts should be answers to prompts like those the heads will meet, not to those they learnt
+    from. Paths are valued on the sampled texts where there are any: greedy texts of small models
+    repeat themselves, and trees made for that do badly elsewhere, while the reverse costs little
+    (docs/decisions.md). What the trees bring is replayed on greedy and sampled texts apart.
     """
+    groups = {}
+    for chosen in (documents.temperature > 0, documents.temperature == 0):
+        if bool(chosen.any()):
+            part = documents.select(chosen.nonzero().squeeze(1))
+            heat = round(float(part.temperature.mean()), 3)
+            groups[heat] = samples_of(model, heads, part, batch_tokens=batch_tokens)
+    values = step_values(next(iter(groups.values())))
+    taus = [row for heat, samples in groups.items() for row in replayed_taus(values, samples, heat)]
+    values = replace(values, taus=tuple(taus))
+    values.save(folder / VALUES_NAME)
     report: dict[str, Any] = {}
-    for name, chosen in (
-        (VALUES_NAME, documents.temperature == 0),
-        (SAMPLED_VALUES_NAME, documents.temperature > 0),
-    ):
-        if not bool(chosen.any()):
-            continue
-        part = documents.select(chosen.nonzero().squeeze(1))
-        features = extract(model, part, heads.config.num_heads, batch_tokens=batch_tokens)
-        ranks, known = head_ranks(model, heads, features), features.num_known().cpu()
-        values = tree_values(ranks, known)
-        values.save(folder / name)
-        report[name] = {
-            "documents": len(part),
-            "positions": len(features),
-            **top_accuracies(ranks, known),
-            "replayed_tau": tau_by_size(ranks, features.document, values),
+    for heat, samples in groups.items():
+        report[f"temperature {heat:g}"] = {
+            "positions": len(samples.document),
+            **top_accuracies(samples.ranks, samples.num_known),
+            **{
+                name: {
+                    str(row.num_nodes): row.tau
+                    for row in taus
+                    if row.temperature == heat and row.lookup == lookup
+                }
+                for name, lookup in (("replayed_tau", False), ("replayed_tau_with_lookup", True))
+            },
         }
     return report
+
+
+def replayed_taus(
+    values: ValuedPaths, samples: Samples, temperature: float
+) -> Iterator[ReplayedTau]:
+    """What the best trees of some sizes bring on texts, without a lookup chain and with one."""
+    for size in REPLAYED_SIZES:
+        if size <= len(values.paths) + 1:
+            tau = samples.replay(best_tree(values, size)).tau
+            yield ReplayedTau(temperature, False, size, round(tau, 4))
+        if size <= 1 + len(values.paths) + len(values.lookup):
+            tau = samples.replay(best_mix(values, size).tree).tau
+            yield ReplayedTau(temperature, True, size, round(tau, 4))
 
 
 def tau_by_size(

@@ -32,6 +32,7 @@ from specdeft.heads.calibration import (
     replay,
     tau_by_size,
 )
+from specdeft.heads.calibration_texts import answers, calibration_texts
 from specdeft.heads.checkpoint import write_json
 from specdeft.heads.documents import Documents
 from specdeft.heads.features import Features, extract
@@ -103,45 +104,8 @@ def answer_questions(target: Target, path: Path, max_new_tokens: int, limit: int
     turn = chat_turn(target)
     encoded = target.tokenizer([e["turns"][0] for e in entries], add_special_tokens=False)
     prompts = [[*turn.before, *ids, *turn.after] for ids in encoded.input_ids]
-    answers = [_answers(target, prompts, max_new_tokens, heat) for heat in (0.0, 0.7)]
+    answers = [answers(target, prompts, max_new_tokens, heat) for heat in (0.0, 0.7)]
     return Questions([e["category"] for e in entries], *answers)
-
-
-@torch.inference_mode()
-def _answers(
-    target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float
-) -> Documents:
-    """The target's answers by transformers' own generate, all prompts in one left-padded batch."""
-    width, stops = max(map(len, prompts)), chat_turn(target).stop_ids
-    ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts])
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-    how: dict[str, Any] = {"do_sample": False}
-    if temperature > 0:
-        how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-    torch.manual_seed(0)
-    device = target.model.device
-    rows = target.model.generate(
-        input_ids=ids.to(device),
-        attention_mask=mask.to(device),
-        max_new_tokens=max_new_tokens,
-        pad_token_id=stops[0],
-        **how,
-    )[:, width:].cpu()
-    return _documents(prompts, rows, stops, temperature)
-
-
-def _documents(
-    prompts: Sequence[Sequence[int]], answers: Tensor, stops: list[int], temperature: float
-) -> Documents:
-    ended = torch.isin(answers, torch.tensor(stops)).int()
-    lengths = torch.where(ended.any(1), ended.argmax(1) + 1, answers.shape[1]).tolist()
-    whole = [[*p, *row[:n]] for p, row, n in zip(prompts, answers.tolist(), lengths, strict=True)]
-    offsets = torch.tensor([0, *map(len, whole)]).cumsum(0)
-    learn = torch.ones(int(offsets[-1]), dtype=torch.bool)
-    for start, prompt in zip(offsets.tolist(), prompts, strict=False):
-        learn[start : start + len(prompt)] = False
-    tokens = torch.tensor([token for row in whole for token in row], dtype=torch.int32)
-    return Documents(tokens, learn, offsets, torch.full((len(whole),), temperature))
 
 
 def question_report(
@@ -282,7 +246,7 @@ class Maker:
     def run(self) -> dict[str, Any]:
         """Everything, in order."""
         questions = self.questions()
-        source, held_out = self.features(*(texts := self.texts()))
+        source, held_out = self.features(*self.texts())
         kinds = candidates(self.options.draft_vocab_size)
         if not self.options.compare:
             kinds = kinds[:1]
@@ -301,7 +265,9 @@ class Maker:
         self.record.update(made)
         self.note(f"trained {kinds[best].name}", **_short(made))
         heads = shipped(self.target, self.folder)
-        self.record["calibration"] = calibrate(self.target.model, heads, texts[1], self.folder)
+        self.record["calibration"] = calibrate(
+            self.target.model, heads, calibration_texts(self.target), self.folder
+        )
         self.note("calibrated")
         if questions is not None:
             values = ValuedPaths.load(self.folder / VALUES_NAME)

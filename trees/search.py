@@ -16,11 +16,24 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 from specdeft.trees.atomic import write_text_atomic
 from specdeft.trees.token_tree import TokenTree
 from specdeft.trees.topology import RankPath
 from specdeft.trees.whole_numbers import whole_numbers
+
+
+class ReplayedTau(NamedTuple):
+    """Tokens a step that the best tree of a size brought when known texts were decoded with it.
+
+    temperature: how those texts were drawn. lookup: whether the tree could hold a lookup chain.
+    """
+
+    temperature: float
+    lookup: bool
+    num_nodes: int
+    tau: float
 
 
 @dataclass(frozen=True)
@@ -32,6 +45,7 @@ class ValuedPaths:
         come true, not rising; empty where lookup was not measured.
     unlooked: with lookup P numbers, the share of each path where the lookup chain is wrong by the
         path's depth: what the path is still worth beside the chain, at most its value.
+    taus: what trees of some sizes really brought (`replayed_tau`), where it was tried.
     Raises ValueError when the order, a value or a missing prefix breaks this.
     """
 
@@ -39,6 +53,7 @@ class ValuedPaths:
     values: tuple[float, ...]
     lookup: tuple[float, ...] = ()
     unlooked: tuple[float, ...] = ()
+    taus: tuple[ReplayedTau, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.paths) != len(self.values):
@@ -78,12 +93,15 @@ class ValuedPaths:
             raise ValueError("the shares of the lookup chain rise; a longer chain holds less often")
         if any(beside > value for beside, value in zip(self.unlooked, self.values, strict=False)):
             raise ValueError("a path is worth more beside the lookup chain than alone")
+        if any(not (1 <= row.tau < math.inf and row.num_nodes >= 1) for row in self.taus):
+            raise ValueError("a replayed tau is below 1 or belongs to no tree")
 
     def to_json(self) -> str:
         """JSON text; the values are rounded to 9 digits, which keeps their order."""
         content: dict[str, object] = {"paths": self.paths}
         for name in ("values", "lookup", "unlooked"):
             content[name] = [round(value, 9) for value in getattr(self, name)]
+        content["taus"] = [[*row[:3], round(row.tau, 4)] for row in self.taus]
         return json.dumps(content) + "\n"
 
     @classmethod
@@ -95,11 +113,15 @@ class ValuedPaths:
             values = tuple(map(float, fields["values"]))
             lookup = tuple(map(float, fields.get("lookup", ())))
             unlooked = tuple(map(float, fields.get("unlooked", ())))
+            taus = tuple(
+                ReplayedTau(float(heat), bool(looked_up), int(size), float(tau))
+                for heat, looked_up, size, tau in fields.get("taus", ())
+            )
         except (TypeError, KeyError, ValueError, AttributeError, RecursionError) as error:
             raise ValueError(
                 "the text is not valued paths: write an object with paths and values"
             ) from error
-        return cls(paths, values, lookup, unlooked)
+        return cls(paths, values, lookup, unlooked, taus)
 
     def save(self, path: str | Path) -> None:
         """Write the JSON file; it appears whole or not at all."""
@@ -171,6 +193,24 @@ def expected_tau(valued: ValuedPaths, num_nodes: int) -> float:
     """Expected tokens a step of `best_tree(valued, num_nodes)`, the bonus token included."""
     _check_size(valued, num_nodes)
     return 1.0 + math.fsum(valued.values[: num_nodes - 1])
+
+
+def replayed_tau(
+    valued: ValuedPaths, num_nodes: int, *, temperature: float, lookup: bool
+) -> float | None:
+    """Tokens a step to expect of the best tree of a size, from the replays at the temperature
+    nearest to `temperature`, between two sizes by the logarithm; None where none was tried."""
+    rows = [row for row in valued.taus if row.lookup == lookup]
+    if num_nodes <= 1 or not rows:
+        return 1.0 if num_nodes == 1 else None
+    nearest = min({row.temperature for row in rows}, key=lambda heat: abs(heat - temperature))
+    known = {1: 1.0, **{row.num_nodes: row.tau for row in rows if row.temperature == nearest}}
+    below = max(size for size in known if size <= num_nodes)
+    above = min((size for size in known if size >= num_nodes), default=below)
+    if below == above:
+        return known[below]
+    share = math.log(num_nodes / below) / math.log(above / below)
+    return known[below] + share * (known[above] - known[below])
 
 
 def _check_size(valued: ValuedPaths, num_nodes: int) -> None:

@@ -8,20 +8,24 @@ import pytest
 import torch
 
 from specdeft.heads.calibration import (
-    SAMPLED_VALUES_NAME,
     VALUES_NAME,
+    LookupDepths,
+    Samples,
     calibrate,
     head_ranks,
     lookup_depths,
     repeat_rate,
     replay,
+    step_values,
     top_accuracies,
+    tree_values,
 )
 from specdeft.heads.documents import from_lists
 from specdeft.heads.features import extract
 from specdeft.heads.medusa import HeadsConfig, MedusaHeads
 from specdeft.heads.target import Target
-from specdeft.trees.search import ValuedPaths
+from specdeft.trees.search import ValuedPaths, replayed_tau
+from specdeft.trees.statistics import with_lookup
 from specdeft.trees.token_tree import TokenTree
 
 
@@ -85,17 +89,49 @@ def test_repeat_rate() -> None:
     assert rates.tolist() == pytest.approx([1 - 2 / 17, 0.0, 0.0])
 
 
-def test_calibration_writes_values_for_both_temperatures(tmp_path: Path, target: Target) -> None:
+def test_calibration_writes_values_and_what_they_bring(tmp_path: Path, target: Target) -> None:
     heads = some_heads(target)
     ids = [list(range(start, start + 20)) for start in range(3, 43)]
     documents = from_lists(ids, [[True] * 20] * 40, [0.0, 0.7] * 20)
     report = calibrate(target.model, heads, documents, tmp_path)
-    assert set(report) == {VALUES_NAME, SAMPLED_VALUES_NAME}
-    for name in report:
-        values = ValuedPaths.load(tmp_path / name)
-        assert max(map(len, values.paths)) <= 3
-        assert report[name]["documents"] == 20
-        assert report[name]["replayed_tau"]["64"] >= report[name]["replayed_tau"]["4"] >= 1
+    values = ValuedPaths.load(tmp_path / VALUES_NAME)
+    assert max(map(len, values.paths)) <= 3
+    assert len(values.lookup) > 0
+    assert {row.temperature for row in values.taus} == {0.0, 0.7}
+    for heat in (0.0, 0.7):
+        taus = report[f"temperature {heat:g}"]["replayed_tau"]
+        assert taus["64"] >= taus["4"] >= 1
+        expected = replayed_tau(values, 64, temperature=heat, lookup=False)
+        assert expected == pytest.approx(taus["64"], abs=1e-4)
+
+
+def test_without_heads_lookup_alone_is_calibrated(tmp_path: Path, target: Target) -> None:
+    documents = from_lists([[5, 6, 7, 8] * 9], [[False] * 4 + [True] * 32])
+    calibrate(target.model, None, documents, tmp_path)
+    values = ValuedPaths.load(tmp_path / VALUES_NAME)
+    assert values.paths == ()
+    assert values.lookup[0] > 0.7
+    # 4 tokens a step: 3 of the chain and the bonus.
+    expected = replayed_tau(values, 4, temperature=0.0, lookup=True)
+    assert expected == pytest.approx(4.0, abs=0.3)
+
+
+def test_values_are_counted_where_steps_start() -> None:
+    """A long repetition is many places and few steps: it must not buy a long chain."""
+    heads_right = torch.tensor([[0, 0]] * 50 + [[9, 9]] * 50)
+    loop = torch.full((100,), 0)
+    loop[50:] = torch.arange(50, 0, -1).clamp(max=24)
+    known = torch.full((100,), 2)
+    samples = Samples(
+        heads_right,
+        known,
+        torch.zeros(100, dtype=torch.int64),
+        LookupDepths(loop, torch.full((100,), 24)),
+    )
+    everywhere = with_lookup(tree_values(heads_right, known), heads_right, known, *samples.lookup)
+    assert everywhere.lookup[0] == pytest.approx(0.5)
+    # Steps: 17 of 3 tokens by the heads, then 2 or 3 through the repetition.
+    assert step_values(samples, reference_nodes=32).lookup[0] < 0.2
 
 
 def test_lookup_depths_by_hand() -> None:
