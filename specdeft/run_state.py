@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 CAPACITY_STEP_TOKENS = 256
 MIN_GRAPH_CAPACITY_TOKENS = 4096
-MIN_GRAPH_LEVELS = 8
+MIN_GRAPH_LEVELS = 32  # more than any tree of "auto": no capturing again for a deeper one
 
 
 class Request(NamedTuple):
