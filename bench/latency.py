@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from specdeft.bench.baselines import BASELINES, make_rows, parse_baselines, runs_sampled
+from specdeft.bench.batches import measure_batches, parse_batch_sizes
 from specdeft.bench.gate import judge
 from specdeft.bench.latency_measure import (
     RowResult,
@@ -25,6 +26,7 @@ from specdeft.bench.reference_rows import TRANSFORMERS
 from specdeft.bench.report import Finished
 from specdeft.bench.rows import DecoderRow
 from specdeft.bench.workbench import (
+    PLAIN,
     Amount,
     HelpFormatter,
     Task,
@@ -52,6 +54,9 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--trees", default="auto", help="names, sizes or files, commas")
     options.add_argument(
         "--temperature", default="0", help="0 is greedy; several with commas, each against its own"
+    )
+    options.add_argument(
+        "--batch-sizes", metavar="N,N", help="also decode prompts in batches of these sizes"
     )
     options.add_argument("-r", "--repetitions", type=int, metavar="N", help="5 if not given")
     options.add_argument("--no-warmup", action="store_true", help="time the first calls as well")
@@ -81,11 +86,15 @@ def main(arguments: Sequence[str]) -> Finished:
     baselines = parse_baselines(options.baselines)
     if not any(config.is_greedy for config in configs):
         baselines = tuple(name for name in baselines if runs_sampled(name))
+    sizes = parse_batch_sizes(options.batch_sizes, len(task.prompts.prompts))
+    if sizes and 0.0 not in temperatures:
+        raise ValueError("batches are measured at temperature 0: add it to --temperature")
     bench = load(options)
     task = prepare(task, bench, options)
     rows = make_rows(trees, baselines, bench, options)
     plain = next(row for row in rows if isinstance(row, DecoderRow))
     encoded = bench.encode(task.prompts, task.config, options.raw)
+    by_id = {prompt.id: ids for prompt, ids in zip(task.prompts.prompts, encoded, strict=True)}
     manifest = describe_run(
         plain.decoder, task.prompts, ["bench", "latency", *arguments], settings_of(options)
     )
@@ -99,7 +108,7 @@ def main(arguments: Sequence[str]) -> Finished:
                 chosen,
                 bench,
                 config,
-                {prompt.id: ids for prompt, ids in zip(task.prompts.prompts, encoded, strict=True)},
+                by_id,
                 folder,
                 repetitions=options.repetitions,
                 warm_up=not options.no_warmup,
@@ -111,12 +120,37 @@ def main(arguments: Sequence[str]) -> Finished:
                 result.kv = kv_figures(row, result, encoded)
                 result.phases_ms = phase_figures(row, result, bench, encoded[0], config, folder)
                 check_reuse(row, result, encoded[0], config, folder)
+        greedy = next((config for config in configs if config.is_greedy), task.config)
+        batches = (
+            measure_batches(
+                trees,
+                sizes,
+                bench,
+                greedy,
+                by_id,
+                _plain_texts(measured, list(by_id)),
+                folder,
+                options.repetitions,
+                partial(judge, plain.decoder.engine, config=greedy),
+            )
+            if sizes
+            else []
+        )
         reports = [
             f"{row.name}: {row.decoder.tree_report}"
             for row in rows
             if isinstance(row, DecoderRow) and row.name == "auto"
         ]
-        report = make_report(measured, manifest, reports, lossy=options.lossy)
+        report = make_report(measured, manifest, reports, batches, lossy=options.lossy)
         folder.save(report)
     failed = any(row.is_ours and not row.has_speed for row in measured)
+    failed |= any(not result.has_speed for result in batches)
     return Finished(report, options.output, int(failed))
+
+
+def _plain_texts(
+    measured: Sequence[RowResult], prompt_ids: Sequence[str]
+) -> dict[str, tuple[int, ...]]:
+    """Greedy plain decoding's ids of each prompt."""
+    plain = next(row for row in measured if row.name == PLAIN and row.temperature == 0.0)
+    return {prompt: runs[0].token_ids for prompt, runs in zip(prompt_ids, plain.runs, strict=True)}

@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from specdeft.bench.batches import BatchResult, batch_figures
 from specdeft.bench.charts import BarChart, Chart, LineChart, cumulative
 from specdeft.bench.latency_measure import RowResult
 from specdeft.bench.metrics import (
@@ -102,6 +103,7 @@ def make_report(
     measured: Sequence[RowResult],
     manifest: dict[str, Any],
     tree_reports: Sequence[str],
+    batches: Sequence[BatchResult] = (),
     *,
     lossy: bool,
 ) -> Report:
@@ -123,6 +125,13 @@ def make_report(
         for row in measured
         if row.num_identical < len(row.verdicts) and row.has_speed
     ]
+    remarks += [
+        f"{result.row}, batches of {result.size}: no speed, "
+        + (result.problems[0] if result.problems else "a text is not plain decoding's")
+        for result in batches
+        if not result.has_speed
+    ]
+    in_batches = batch_figures(batches, settings["seed"])
     unrest = _unrest(measured)
     if unrest > _QUIET_SPREAD:
         remarks.append(
@@ -146,6 +155,7 @@ def make_report(
             for table in (
                 _main_table(found, list(baselines)),
                 _speedup_table(found, list(baselines)),
+                _batch_table(in_batches),
                 _kind_table(found),
                 _phase_table(found),
                 _kv_table(found),
@@ -154,8 +164,8 @@ def make_report(
             if table.rows
         ),
         remarks=tuple(remarks),
-        data={"manifest": manifest, "rows": found},
-        charts=latency_charts(measured, found, lossy=lossy),
+        data={"manifest": manifest, "rows": found, "batches": in_batches},
+        charts=(*latency_charts(measured, found, lossy=lossy), *_batch_charts(in_batches)),
     )
 
 
@@ -273,6 +283,37 @@ def _kind_table(found: Sequence[dict[str, Any]]) -> Table:
     rows = sorted(rows, key=lambda row: kinds.index(row[0])) if len(kinds) > 1 else []
     columns = ("kind", "row", "prompts", "tau", "ttft ms", "decode tokens/s", "x plain (decode)")
     return Table("By kind of prompt", columns, tuple(rows))
+
+
+def _batch_table(found: Sequence[dict[str, Any]]) -> Table:
+    rows = tuple(
+        (
+            figure["row"],
+            figure["batch_size"],
+            figure["mean_acceptance_length"],
+            figure.get("output_throughput"),
+            figure.get("output_throughput_per_sequence"),
+            figure.get("over_batch_1"),
+            _ratio(figure.get("speedup_end_to_end_over_plain"), figure["row"] == PLAIN),
+            f"{figure['identical_prompts']}/{figure['num_prompts']}",
+        )
+        for figure in found
+    )
+    columns = ("row", "batch", "tau", "tokens/s", "of a sequence", "x batch 1")
+    return Table("Batches (end to end)", (*columns, "x plain (whole)", "identical"), rows)
+
+
+def _batch_charts(found: Sequence[dict[str, Any]]) -> list[Chart]:
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for figure in found:
+        if "output_throughput" in figure:
+            point = (float(figure["batch_size"]), figure["output_throughput"])
+            lines.setdefault(figure["row"], []).append(point)
+    if not any(len(line) > 1 for line in lines.values()):
+        return []
+    lines = {name: sorted(line) for name, line in lines.items()}
+    title = "Speed against batch size"
+    return [LineChart(title, "sequences", "tokens/s of all", lines, is_log_x=True)]
 
 
 def _phase_table(found: Sequence[dict[str, Any]]) -> Table:

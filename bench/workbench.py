@@ -26,7 +26,7 @@ from specdeft.bench.random_model import PREFIX, RANDOM_HEADS, random_heads, rand
 from specdeft.bench.report import FORMATS
 from specdeft.bench.run_folder import RunFolder
 from specdeft.config import GenerationConfig
-from specdeft.decoder import SpecDecoder
+from specdeft.decoder import MAX_BATCH_SIZE, SpecDecoder
 from specdeft.default_model import DEFAULT_MODELS
 from specdeft.heads.medusa import MedusaHeads
 from specdeft.loading import (
@@ -63,7 +63,7 @@ class Workbench:
     compile: bool = False
     lookup: LookupRequest = "auto"
 
-    def decoder(self, tree: str) -> SpecDecoder:
+    def decoder(self, tree: str, max_batch_size: int = MAX_BATCH_SIZE) -> SpecDecoder:
         """The decoder of a tree as `parse_trees` names it; "plain" is the one-node tree.
 
         Raises:
@@ -78,6 +78,7 @@ class Workbench:
             tree_values=self.values,
             cuda_graphs=self.cuda_graphs,
             compile=self.compile,
+            max_batch_size=max_batch_size,
             clock=self.clock,
         )
 

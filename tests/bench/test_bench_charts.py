@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 import pytest
 
 from specdeft.bench import plots
-from specdeft.bench.charts import BarChart, HeatMap, LineChart, TreeChart, cumulative, ticks
+from specdeft.bench.charts import BarChart, Chart, HeatMap, LineChart, TreeChart, cumulative, ticks
 from specdeft.bench.html_report import as_html
 from specdeft.bench.report import Report, Table
 from specdeft.bench.run_folder import RunFolder
@@ -16,7 +16,7 @@ from specdeft.trees.named import named_tree
 
 DEFT = named_tree("deft-64")
 LONG = "a name that is much too long for a drawing of this width, by far, really far too long"
-CHARTS = [
+CHARTS: list[Chart] = [
     LineChart("Lines", "depth", "share", {"one": [(1, 0.5), (4, 0.1)], LONG: [(1, 0.2), (2, 0.9)]}),
     LineChart("Logarithmic", "nodes", "tokens/s", {"a": [(1, 20), (64, 33)]}, is_log_x=True),
     LineChart("One point", "x", "y", {"a": [(3, 0)]}),
