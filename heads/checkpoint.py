@@ -17,7 +17,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from specdeft.heads.formats.files import open_tensors, read_json
+from specdeft.heads.formats.files import (
+    FLOATS,
+    INTEGERS,
+    all_finite,
+    listed,
+    open_tensors,
+    read_json,
+)
 from specdeft.heads.formats.folder import member
 from specdeft.heads.medusa import HeadsConfig, MedusaHeads
 from specdeft.trees.atomic import write_atomic, write_text_atomic
@@ -113,8 +120,8 @@ def _check_tensors(
     missing, unknown = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
     if missing or unknown:
         raise ValueError(
-            f"{path} does not fit its config: missing {missing}, unknown {unknown}; "
-            "weights and config must come from the same training."
+            f"{path} does not fit its config: missing {listed(missing)}, unknown "
+            f"{listed(unknown)}; weights and config must come from the same training."
         )
     for name, tensor in found.items():
         shape = tuple(wanted[name].shape)
@@ -122,9 +129,10 @@ def _check_tensors(
             raise ValueError(
                 f"{path}: {name} has shape {tuple(tensor.shape)} but the config calls for {shape}."
             )
-        if tensor.is_floating_point() != wanted[name].is_floating_point():
+        allowed = FLOATS if wanted[name].is_floating_point() else INTEGERS
+        if tensor.dtype not in allowed:
             raise ValueError(f"{path}: {name} has the wrong dtype {tensor.dtype}.")
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        if tensor.is_floating_point() and not all_finite(tensor):
             raise ValueError(
                 f"{path}: {name} holds NaN or infinity; these heads are damaged, train them again."
             )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from specdeft.heads.formats import fasterdecoding, modelopt, tensorrt_llm, vllm
+from specdeft.heads.formats.files import listed
 from specdeft.heads.formats.layout import Layout, Place
 
 LAYOUTS: tuple[Layout, ...] = (
@@ -22,7 +23,6 @@ LAYOUTS: tuple[Layout, ...] = (
     tensorrt_llm.CHECKPOINT,
     modelopt.LAYOUT,
 )
-_SHOWN = 6  # names listed in a message
 
 
 class Names(NamedTuple):
@@ -51,7 +51,7 @@ def recognise(path: Path, tensors: Iterable[str]) -> Layout:
         raise ValueError(f"{path} holds heads in several layouts ({names}): keep those of one.")
     raise ValueError(
         f"{path} holds no Medusa heads: no known layout has a name like those of its "
-        f"tensors ({_listed(tensors)})."
+        f"tensors ({listed(tensors)})."
     )
 
 
@@ -76,7 +76,7 @@ def sorted_out(path: Path, layout: Layout, tensors: Iterable[str]) -> Names:
             by_canonical[canonical] = name
     if unknown:
         raise ValueError(
-            f"{path} holds {_listed(unknown)}, which heads in the layout {layout.name} do not "
+            f"{path} holds {listed(unknown)}, which heads in the layout {layout.name} do not "
             "have: nothing is left out in silence, so export them again."
         )
     token_map = None if layout.token_map is None else by_canonical.pop(layout.token_map, None)
@@ -113,18 +113,12 @@ def counted(path: Path, layout: Layout, names: Names) -> Shape:
     missing = sorted(expected - set(names.by_canonical))
     extra = sorted(set(names.by_canonical) - expected)
     if missing or extra:
-        also = f" and has {_listed(extra)} too many" if extra else ""
+        also = f" and has {listed(extra)} too many" if extra else ""
         raise ValueError(
-            f"{path}, heads in the layout {layout.name}, lacks {_listed(missing)}{also}: every "
+            f"{path}, heads in the layout {layout.name}, lacks {listed(missing)}{also}: every "
             "head must have the same tensors; fetch or export it again."
         )
     return shape
-
-
-def _listed(names: Iterable[str]) -> str:
-    found = list(names)
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return (", ".join(name[:80] for name in found[:_SHOWN]) or "nothing") + more
 
 
 def notice(text: str) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from specdeft.heads.checkpoint import CONFIG_NAME, load_heads
 from specdeft.heads.formats.declared import declared
-from specdeft.heads.formats.files import read_json
+from specdeft.heads.formats.files import all_finite, read_json
 from specdeft.heads.formats.folder import member
 from specdeft.heads.formats.parts import TargetSizes, to_heads
 from specdeft.heads.formats.reading import read_heads
@@ -41,7 +41,7 @@ def load_any_heads(
         reason = error.strerror or type(error).__name__
         raise ValueError(f"the heads {path} cannot be read ({reason}): check the file") from error
     for name, tensor in heads.named_parameters():
-        if not bool(torch.isfinite(tensor).all()):
+        if not all_finite(tensor):
             raise ValueError(
                 f"{path}: {name} has values too large for {dtype}: load it in bfloat16 or float32."
             )

@@ -15,13 +15,19 @@ from torch import Tensor
 
 from specdeft.heads.formats import modelopt, vllm
 from specdeft.heads.formats.declared import declared
-from specdeft.heads.formats.files import Tensors, open_tensors, read_json
+from specdeft.heads.formats.files import (
+    FLOATS,
+    INTEGERS,
+    Tensors,
+    all_finite,
+    open_tensors,
+    read_json,
+)
 from specdeft.heads.formats.folder import folder_tensors, member
 from specdeft.heads.formats.inventory import Shape, counted, notice, recognise, sorted_out
 from specdeft.heads.formats.layout import Layout
 from specdeft.heads.formats.parts import HeadParts
 
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _ANY = -1  # a size that only the file knows
 
@@ -102,8 +108,7 @@ class _Reader(NamedTuple):
     def token_ids(self, name: str) -> Tensor:
         """int64 [R], each token once."""
         ids = self.tensors[name]()
-        whole = not ids.is_floating_point() and ids.dtype != torch.bool
-        if not whole or ids.dim() != 1 or ids.numel() == 0:
+        if ids.dtype not in INTEGERS or ids.dim() != 1 or ids.numel() == 0:
             raise ValueError(
                 f"{self.path}: {name} has the shape {tuple(ids.shape)} and dtype {ids.dtype}: it "
                 "must be a list of token ids."
@@ -140,7 +145,7 @@ class _Reader(NamedTuple):
             )
         if tensor.dtype in _FLOAT8:
             tensor = torch.mul(tensor.float(), self._scale(name))
-        elif tensor.dtype not in _FLOATS:
+        elif tensor.dtype not in FLOATS:
             raise ValueError(
                 f"{self.path}: {name} has the dtype {tensor.dtype}: give float16, bfloat16, "
                 "float32, float64, or float8 with its scale."
@@ -150,7 +155,7 @@ class _Reader(NamedTuple):
                 f"{self.path}: {name} has a scale but is {tensor.dtype}, no quantised dtype: which "
                 "of the two is wrong cannot be told, so export the heads again."
             )
-        if not bool(torch.isfinite(tensor).all()):
+        if not all_finite(tensor):
             raise ValueError(f"{self.path}: {name} holds NaN or infinity: these heads are damaged.")
         return tensor
 

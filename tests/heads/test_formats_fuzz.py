@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from specdeft.heads.medusa import HeadsConfig, MedusaHeads
 from tests.heads.formats_fixtures import (
@@ -231,3 +232,21 @@ def test_tensors_of_other_dtypes_shapes_and_names(names: str, torch_file: bool, 
         tensors = {name: x for name, x in tensors.items() if not x.is_complex()}
     with folder() as path:
         load_or_refuse(write(path, file, tensors))
+
+
+@EXAMPLES
+@given(
+    name=st.sampled_from(["block_weight", "block_bias", "draft_ids", "other"]),
+    dtype=st.sampled_from(FLOATS + [dtype for dtype in OTHERS if not dtype.is_complex]),
+    shape=st.none() | st.lists(st.sampled_from([0, 1, 2, 3, H]), max_size=4),
+)
+def test_our_own_format_with_other_tensors(
+    name: str, dtype: torch.dtype, shape: list[int] | None
+) -> None:
+    with folder() as path:
+        build(path, "own")
+        tensors = load_file(path / "model.safetensors")
+        size = tensors.get(name, torch.zeros(1)).shape if shape is None else shape
+        tensors[name] = torch.ones(size).to(dtype)
+        save_file(tensors, path / "model.safetensors")
+        load_or_refuse(path)

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from specdeft.heads.formats.files import all_finite
 from specdeft.heads.medusa import HeadsConfig, MedusaHeads
 from tests.heads.formats_fixtures import (
     F1,
@@ -115,6 +116,24 @@ def test_values_that_are_no_numbers(tmp_path: Path, file: str, name: str, value:
     tensors = table(F1, values())
     tensors[name].view(-1)[-1] = value
     refused(write(tmp_path, file, tensors), f"{name} holds NaN or infinity")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_one_bad_element_is_found_wherever_it_is(dtype: torch.dtype, value: float) -> None:
+    """Lengths and places around the widths of vector instructions."""
+    for length in (1, 7, 8, 31, 33, 100):
+        tensor = torch.randn(length).to(dtype)
+        assert all_finite(tensor)
+        for place in range(length):
+            damaged = tensor.clone()
+            damaged[place] = value
+            assert not all_finite(damaged)
+    assert all_finite(torch.zeros(0, dtype=dtype))
+    matrix = torch.zeros(3000, 300, dtype=dtype)  # more than one thread's share
+    matrix[2999, 299] = value
+    assert not all_finite(matrix)
+    assert not all_finite(matrix.T)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.complex64])
