@@ -26,13 +26,12 @@ from specdeft.bench.metrics import (
 )
 from specdeft.bench.ranks import kept_ranks
 from specdeft.bench.report import Finished, Report, Table
-from specdeft.bench.rows import DecoderRow, recorded
+from specdeft.bench.rows import DecoderRow, recorded, rows_of_more_heads
 from specdeft.bench.run_folder import RunFolder
 from specdeft.bench.workbench import (
     Amount,
     HelpFormatter,
     Task,
-    Workbench,
     add_options,
     load,
     parse,
@@ -60,6 +59,9 @@ def parser() -> argparse.ArgumentParser:
     )
     options.add_argument("--trees", default="64", help="names, sizes or files, commas")
     options.add_argument("--temperatures", default="0,0.7", help="numbers with commas")
+    options.add_argument(
+        "--more-heads", metavar="DIR,DIR", help="folders of further heads: rows of the same trees"
+    )
     add_options(options, Amount(num_prompts=40, max_new_tokens=128))
     return options
 
@@ -107,20 +109,20 @@ def main(arguments: Sequence[str]) -> Finished:
     bench = load(options)
     task = prepare(task, bench, options)
     rows = [DecoderRow(tree, bench) for tree in trees]
+    rows += rows_of_more_heads(trees, bench, options)
     encoded = bench.encode(task.prompts, task.config, options.raw)
     manifest = describe_run(
         rows[0].decoder, task.prompts, ["bench", "acceptance", *arguments], settings_of(options)
     )
     with task.folder as folder:
         folder.open(manifest)
-        measured = measure(bench, rows, configs, task, encoded, folder)
+        measured = measure(rows, configs, task, encoded, folder)
         report = make_report(measured, manifest)
         folder.save(report)
     return Finished(report, options.output)
 
 
 def measure(
-    bench: Workbench,
     rows: Sequence[DecoderRow],
     configs: Sequence[GenerationConfig],
     task: Task,
@@ -135,7 +137,7 @@ def measure(
             for c, config in enumerate(configs):
                 for r, row in enumerate(rows):
                     name = f"{row.name}, T = {config.temperature:g}"
-                    measure_one = partial(_run_with_ranks, bench, row, ids, config)
+                    measure_one = partial(_run_with_ranks, row, ids, config)
                     key = f"{name}|{prompt.id}"
                     run = recorded(folder, key, name, prompt.id, measure_one)
                     runs.setdefault((c, r), []).append(run)
@@ -155,12 +157,10 @@ def measure(
     ]
 
 
-def _run_with_ranks(
-    bench: Workbench, row: DecoderRow, ids: Sequence[int], config: GenerationConfig
-) -> Run:
+def _run_with_ranks(row: DecoderRow, ids: Sequence[int], config: GenerationConfig) -> Run:
     run = row.run(ids, config)
     top_k = row.decoder.tree.top_k
-    return replace(run, per_step_ranks=kept_ranks(bench, ids, run, top_k))
+    return replace(run, per_step_ranks=kept_ranks(row.bench, ids, run, top_k))
 
 
 def figures(measurement: Measurement) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from specdeft.bench.drafts import PlannedHeads, read_accept_lengths
 from specdeft.bench.metrics import Run
 from specdeft.bench.reference_rows import TRANSFORMERS, TransformersRow
-from specdeft.bench.rivals import RivalRow
+from specdeft.bench.rivals import RIVALS, RivalRow, find_rival
 from specdeft.bench.rows import DecoderRow, Row
 from specdeft.bench.workbench import PLAIN, Workbench, tree_request
 from specdeft.config import GenerationConfig
@@ -110,8 +110,6 @@ def _compiled(request: Request) -> list[Row]:
 
 def _assisted(request: Request) -> list[Row]:
     name = request.options.assistant
-    if name is None:
-        raise ValueError("transformers-assisted needs a model that drafts: give --assistant NAME")
     model = request.bench.model
     loaded = load_target(name, dtype=model.dtype, device=request.plain.decoder.device)
     return [TransformersRow(request.bench, "transformers-assisted", assistant=loaded.model)]
@@ -123,11 +121,7 @@ def _rival(name: str) -> Callable[[Request], list[Row]]:
 
 def _planned(kind: str) -> Callable[[Request], list[Row]]:
     def build(request: Request) -> list[Row]:
-        lengths = None
-        if kind == "replay":
-            if request.options.replay is None:
-                raise ValueError("replay needs recorded accept lengths: give --replay FILE")
-            lengths = read_accept_lengths(request.options.replay)
+        lengths = _accept_lengths(request.options) if kind == "replay" else None
         return [
             PlannedRow(kind, tree, request.bench, request.plain, lengths)
             for tree in request.trees
@@ -164,6 +158,27 @@ def parse_baselines(text: str) -> tuple[str, ...]:
                 "package.module:function"
             )
     return tuple(dict.fromkeys(names))
+
+
+def check_baselines(names: Sequence[str], options: argparse.Namespace) -> None:
+    """Refuse what cannot be run, before a model is loaded.
+
+    Raises:
+        ValueError: a rival is not installed, or an option that a baseline needs was not given.
+    """
+    for name in names:
+        if name not in BASELINES or name in RIVALS:
+            find_rival(name)
+    if "replay" in names:
+        _accept_lengths(options)
+    if "transformers-assisted" in names and options.assistant is None:
+        raise ValueError("transformers-assisted needs a model that drafts: give --assistant NAME")
+
+
+def _accept_lengths(options: argparse.Namespace) -> list[list[int]]:
+    if options.replay is None:
+        raise ValueError("replay needs recorded accept lengths: give --replay FILE")
+    return read_accept_lengths(options.replay)
 
 
 def runs_sampled(name: str) -> bool:

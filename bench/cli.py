@@ -1,5 +1,6 @@
 """`specdeft bench COMMAND`: each command is imported when it is run."""
 
+import argparse
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -17,6 +18,27 @@ COMMANDS = {
     "compare": "what changed between two saved runs, beyond noise",
 }
 
+_QUESTIONS = """\
+questions, and what answers them:
+  Does speculation pay here?          specdeft bench latency --quick
+  On my model and my prompts?         specdeft bench latency --model ID --heads DIR --prompts FILE
+  Which tree, at which temperature?   specdeft bench latency --trees auto,16,64 --temperature 0,0.7
+  With long prompts? In batches?      ... --input-len 256,4096 --output-len 128 --batch-sizes 1,4,8
+  How far is it from the best case?   ... --baselines transformers,oracle,random
+  Where do the drafts fail?           specdeft bench acceptance
+  Is the text really the same?        specdeft bench identity --dtype float32
+  Did my change help?                 --save-result A, then B, then: specdeft bench compare A B
+
+how to read a report:
+  tau       tokens a step, the bonus token included: 1 is plain decoding, 2 halves the steps
+  tpot ms   time per token after the first; x plain is plain decoding's over the row's
+  [a, b]    95 % interval of the ratio over prompts: one that holds 1 says nothing
+  identical texts that are plain decoding's to the last token; a row of ours that fails this
+            (in 16 bits: by more than near ties) gets no speed, and the exit code is 1
+
+--output json or csv is for programs, --save-result FOLDER keeps everything with an HTML report.
+specdeft bench COMMAND --help explains a command."""
+
 Command = Callable[[Sequence[str]], Finished]
 
 
@@ -33,8 +55,8 @@ def main(arguments: Sequence[str]) -> int:
         prog="specdeft bench",
         description="Measure speculative decoding on this machine: in one process, with the same "
         "weights, beside plain decoding and transformers generate.",
-        epilog="specdeft bench COMMAND --help explains a command. Start with: "
-        "specdeft bench latency --quick",
+        epilog=_QUESTIONS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():

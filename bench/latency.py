@@ -10,7 +10,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from specdeft.bench.baselines import BASELINES, make_rows, parse_baselines, runs_sampled
+from specdeft.bench.baselines import (
+    BASELINES,
+    check_baselines,
+    make_rows,
+    parse_baselines,
+    runs_sampled,
+)
 from specdeft.bench.batches import measure_batches, parse_batch_sizes
 from specdeft.bench.gate import judge
 from specdeft.bench.latency_measure import (
@@ -24,7 +30,7 @@ from specdeft.bench.latency_report import make_report
 from specdeft.bench.manifest import describe_run
 from specdeft.bench.reference_rows import TRANSFORMERS
 from specdeft.bench.report import Finished
-from specdeft.bench.rows import DecoderRow
+from specdeft.bench.rows import DecoderRow, rows_of_more_heads
 from specdeft.bench.workbench import (
     PLAIN,
     Amount,
@@ -70,6 +76,9 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--lossy", action="store_true", help="print the speed of rows whose text differs, marked"
     )
+    options.add_argument(
+        "--more-heads", metavar="DIR,DIR", help="folders of further heads: rows of the same trees"
+    )
     add_options(options, Amount(num_prompts=10, max_new_tokens=128, repetitions=5))
     return options
 
@@ -89,9 +98,13 @@ def main(arguments: Sequence[str]) -> Finished:
     sizes = parse_batch_sizes(options.batch_sizes, len(task.prompts.prompts))
     if sizes and 0.0 not in temperatures:
         raise ValueError("batches are measured at temperature 0: add it to --temperature")
+    check_baselines(baselines, options)
     bench = load(options)
     task = prepare(task, bench, options)
-    rows = make_rows(trees, baselines, bench, options)
+    rows = [
+        *make_rows(trees, baselines, bench, options),
+        *rows_of_more_heads(trees, bench, options),
+    ]
     plain = next(row for row in rows if isinstance(row, DecoderRow))
     encoded = bench.encode(task.prompts, task.config, options.raw)
     by_id = {prompt.id: ids for prompt, ids in zip(task.prompts.prompts, encoded, strict=True)}
@@ -118,7 +131,7 @@ def main(arguments: Sequence[str]) -> Finished:
             for row, result in zip(chosen, measured[-len(chosen) :], strict=True):
                 result.kinds = tuple(prompt.kind for prompt in task.prompts.prompts)
                 result.kv = kv_figures(row, result, encoded)
-                result.phases_ms = phase_figures(row, result, bench, encoded[0], config, folder)
+                result.phases_ms = phase_figures(row, result, encoded[0], config, folder)
                 check_reuse(row, result, encoded[0], config, folder)
         greedy = next((config for config in configs if config.is_greedy), task.config)
         batches = (
@@ -139,7 +152,7 @@ def main(arguments: Sequence[str]) -> Finished:
         reports = [
             f"{row.name}: {row.decoder.tree_report}"
             for row in rows
-            if isinstance(row, DecoderRow) and row.name == "auto"
+            if isinstance(row, DecoderRow) and row.tree_name == "auto"
         ]
         report = make_report(measured, manifest, reports, batches, lossy=options.lossy)
         folder.save(report)

@@ -233,7 +233,6 @@ def kv_figures(row: Row, result: RowResult, encoded: Sequence[Sequence[int]]) ->
 def phase_figures(
     row: Row,
     result: RowResult,
-    bench: Workbench,
     ids: Sequence[int],
     config: GenerationConfig,
     folder: RunFolder,
@@ -244,7 +243,7 @@ def phase_figures(
     key = f"phases|{result.label}"
     known = folder.get(key)
     if known is None:
-        steps = measure_phases(bench, row.name, ids, _short(config, _PHASE_TOKENS))
+        steps = measure_phases(row.bench, row.tree_name, ids, _short(config, _PHASE_TOKENS))
         known = {
             name: statistics.median(getattr(step, name) for step in steps)
             for name in StepPhases._fields

@@ -12,9 +12,10 @@ from specdeft.bench.metrics import (
     acceptance,
     decode_throughput,
     emission_gaps_ms,
+    is_looping,
     known_values,
     latency,
-    repeat_rate_pooled,
+    mean_acceptance_length,
     request_figures,
     speedup,
     speedup_end_to_end,
@@ -28,6 +29,7 @@ from specdeft.bench.workbench import PLAIN
 
 # Slowest over fastest repetition of a text; a quiet machine stays within a few percent.
 _QUIET_SPREAD = 1.15
+_DEPTHS_SHOWN = 6
 _TIMES = ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms")
 
 
@@ -36,6 +38,7 @@ def figures(
 ) -> dict[str, Any]:
     """Everything about one row by metric name; speeds only if they may be shown."""
     runs = result.all_runs
+    texts = [repetitions[0] for repetitions in result.runs]
     shown = result.has_speed or lossy
     known: dict[str, Any] = {
         "row": result.label,
@@ -49,9 +52,10 @@ def figures(
         "num_prompts": len(result.verdicts),
         "problems": result.problems,
         "cold_start_s": result.cold_start_s,
-        "mean_acceptance_length": acceptance(runs)["mean_acceptance_length"],
-        "repeat_rate": repeat_rate_pooled([runs[0] for runs in result.runs]),
-        "num_output_tokens": sum(len(runs[0].token_ids) for runs in result.runs),
+        **acceptance(texts),
+        "mean_acceptance_length_not_looping": mean_acceptance_length(
+            [run for run in texts if not is_looping(run)]
+        ),
         "max_memory_allocated": _peak(runs),
         "kv_analytic": result.kv,
         "phases_ms": result.phases_ms,
@@ -155,6 +159,7 @@ def make_report(
             for table in (
                 _main_table(found, list(baselines)),
                 _speedup_table(found, list(baselines)),
+                _acceptance_table(found),
                 _batch_table(in_batches),
                 _kind_table(found),
                 _phase_table(found),
@@ -283,6 +288,33 @@ def _kind_table(found: Sequence[dict[str, Any]]) -> Table:
     rows = sorted(rows, key=lambda row: kinds.index(row[0])) if len(kinds) > 1 else []
     columns = ("kind", "row", "prompts", "tau", "ttft ms", "decode tokens/s", "x plain (decode)")
     return Table("By kind of prompt", columns, tuple(rows))
+
+
+def _acceptance_table(found: Sequence[dict[str, Any]]) -> Table:
+    """Of the rows that draft; `bench acceptance` has the ranks, kinds and histograms."""
+    drafting = [figure for figure in found if figure["num_spec_tokens"]]
+    deepest = max((len(f["per_position_acceptance_rate"]) for f in drafting), default=0)
+    depths = range(min(deepest, _DEPTHS_SHOWN))
+    rows = tuple(
+        (
+            figure["row"],
+            figure["mean_acceptance_length"],
+            figure["mean_acceptance_length_per_request"],
+            figure["accepted_len_excl_bonus"],
+            figure["mean_acceptance_length_not_looping"],
+            figure["repeat_rate"],
+            figure["num_looping"],
+            *(
+                rates[depth] if depth < len(rates) else None
+                for rates in [figure["per_position_acceptance_rate"]]
+                for depth in depths
+            ),
+        )
+        for figure in drafting
+    )
+    columns = ("row", "tau", "per request", "accepted", "tau not looping", "repeats", "looping")
+    survived = (f"depth {depth + 1}" for depth in depths)
+    return Table("Acceptance (share of steps by depth)", (*columns, *survived), rows)
 
 
 def _batch_table(found: Sequence[dict[str, Any]]) -> Table:

@@ -13,7 +13,8 @@ import torch
 from specdeft.bench.metrics import Run
 from specdeft.bench.workbench import Workbench
 
-UNKNOWN = -1  # rounding moved the token out of the heads' first ranks; no rank is negative
+# A lookup guessed the token, or rounding moved it out of the heads' first ranks.
+UNKNOWN = -1
 
 
 @torch.inference_mode()
@@ -44,6 +45,8 @@ def kept_ranks(
     return tuple(
         tuple(
             _rank(drafted[step][depth], run.token_ids[root + 1 + depth])
+            if depth < heads.config.num_heads
+            else UNKNOWN
             for depth in range(accepted)
         )
         for step, (root, accepted) in enumerate(zip(roots_at, steps, strict=True))

@@ -3,15 +3,19 @@
 The clock stands outside the decoders: a run is timed as a reader of its stream sees it.
 """
 
+import argparse
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Protocol
 
 from specdeft.bench.metrics import Run
 from specdeft.bench.run_folder import RunFolder
-from specdeft.bench.workbench import Workbench
+from specdeft.bench.workbench import PLAIN, Workbench
 from specdeft.config import GenerationConfig
 from specdeft.decoder import SpecDecoder
+from specdeft.loading import LoadedTarget, load_heads
 
 
 class Row(Protocol):
@@ -34,13 +38,23 @@ class DecoderRow:
 
     is_ours = True
 
-    def __init__(self, name: str, bench: Workbench, decoder: SpecDecoder | None = None) -> None:
-        """Args: the tree's name as on the command line; what it runs on; its decoder if it differs.
+    def __init__(
+        self,
+        name: str,
+        bench: Workbench,
+        decoder: SpecDecoder | None = None,
+        *,
+        heads_name: str | None = None,
+    ) -> None:
+        """Args: the tree's name as on the command line; what it runs on; its decoder if it differs;
+        the name of its heads where that tells it from another row.
 
         Raises:
             ValueError: there is no such tree, or the heads cannot fill it.
         """
-        self.name = name
+        self.name = f"{name} [{heads_name}]" if heads_name else name
+        self.tree_name = name
+        self.bench = bench
         self.decoder = decoder or bench.decoder(name)
         self._clock = bench.clock
 
@@ -75,6 +89,28 @@ class DecoderRow:
             emission_s=tuple(emission_s),
             e2e_s=e2e_s,
         )
+
+
+def rows_of_more_heads(
+    trees: Sequence[str], bench: Workbench, options: argparse.Namespace
+) -> list[DecoderRow]:
+    """The trees again with every further head that --more-heads names, on the same model.
+
+    Raises:
+        ValueError: a folder holds no heads, those of another model, or a name stands twice.
+    """
+    folders = [part.strip() for part in (options.more_heads or "").split(",") if part.strip()]
+    names = [Path(folder).name for folder in folders]
+    if len(set(names)) < len(names):
+        raise ValueError(f"heads are named {', '.join(names)}: give folders with different names")
+    loaded = LoadedTarget(bench.model, bench.tokenizer, options.model)
+    rows: list[DecoderRow] = []
+    for name, folder in zip(names, folders, strict=True):
+        found = load_heads(folder, loaded)
+        assert found is not None  # only "auto" and None give none
+        other = replace(bench, heads=found.heads, values=found.values)
+        rows += [DecoderRow(tree, other, heads_name=name) for tree in trees if tree != PLAIN]
+    return rows
 
 
 def recorded(

@@ -66,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
         "--save-result", metavar="FOLDER", help="keep records and report; resumes a stopped run"
     )
     result.add_argument("--plots", action="store_true", help="PNG files in the folder, too")
-    options.set_defaults(heads="none", threads=None, no_cuda_graphs=False, prompts="")
+    options.set_defaults(heads="none", lookup="off", threads=None, no_cuda_graphs=False, prompts="")
     return options
 
 

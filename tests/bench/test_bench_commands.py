@@ -1,9 +1,11 @@
 """The commands on a tiny random model, and the latency harness on scripted rows and clock."""
 
 import argparse
+import dataclasses
 import itertools
 import json
 import re
+import sys
 from typing import Any
 
 import pytest
@@ -219,6 +221,114 @@ def test_bad_input_is_one_sentence(bench, prompts, arguments, named):
     with pytest.raises(ValueError, match=re.escape(named)) as caught:
         cli.main([arguments[0], *prompts, *arguments[1:]])
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--device", "cuda"], "CUDA was asked for and torch sees no GPU here"),
+        (["--baselines", "economize"], "the rival economize cannot be imported"),
+        (["--baselines", "nowhere.at:all"], "pip install nowhere"),
+        (["--baselines", "replay", "--replay", "nowhere.json"], "nowhere.json cannot be read"),
+        (["--baselines", "transformers-assisted"], "give --assistant NAME"),
+        (["--prompts", "nowhere.jsonl"], "nowhere.jsonl cannot be read"),
+        (["--save-result", "{file}/run"], "is a file: give --save-result a folder"),
+        (["--plots"], "--plots has nowhere to go"),
+        (["--batch-sizes", "99"], "a batch of 99 was asked for"),
+        (["--model", "random:gpt"], "there is no shape 'gpt'"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_before_a_model_is_built(
+    monkeypatch, tmp_path, arguments, named
+):
+    """Through the real loading: nothing is monkeypatched but that building a model is a failure."""
+
+    def build(*_arguments: Any, **_settings: Any) -> None:
+        raise AssertionError("a model was built")
+
+    monkeypatch.setattr("specdeft.bench.random_model.AutoModelForCausalLM.from_config", build)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setitem(sys.modules, "economize", None)  # not installed, whatever the machine has
+    file = tmp_path / "file"
+    file.write_text("")
+    arguments = [part.format(file=file) for part in arguments]
+    with pytest.raises(ValueError, match=re.escape(named)) as caught:
+        cli.main(["latency", "--model", "random:llama-tiny", "--trees", "chain-2", *arguments])
+    assert "\n" not in str(caught.value)
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(bench, prompts, capsys, tmp_path, monkeypatch):
+    arguments = ["latency", "--trees", "chain-2", "--baselines", "none", "-r", "3", *prompts]
+    arguments += ["--output", "json", "--save-result", str(tmp_path / "run")]
+    honest, calls = DecoderRow.run, list[str]()
+
+    def run(self, ids, config):
+        calls.append(self.name)
+        if len(calls) == stop_at:
+            raise KeyboardInterrupt
+        return honest(self, ids, config)
+
+    monkeypatch.setattr(DecoderRow, "run", run)
+    stop_at = 9  # two calls a row warm up: the fifth measured text is interrupted
+    with pytest.raises(KeyboardInterrupt):
+        cli.main(arguments)
+    kept = (tmp_path / "run" / "records.jsonl").read_text().splitlines()
+    assert sum('"row"' in line for line in kept) == 4
+    assert not (tmp_path / "run" / "report.json").exists()
+    calls.clear()
+    stop_at = 0
+    assert cli.main(arguments) == 0
+    # 2 rows, 2 prompts, 3 repetitions, of which 4 were kept; 4 to warm up, 8 a row for reuse.
+    assert len(calls) == 12 - 4 + 4 + 2 * 8
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert all(row["num_requests"] == 2 for row in rows)
+    assert (tmp_path / "run" / "records.jsonl").read_text().splitlines()[: len(kept)] == kept
+
+
+def test_trees_of_more_heads_are_rows_of_their_own(bench, prompts, capsys, tmp_path):
+    other = tiny_bench(sequential=True, token_input=True).heads
+    assert other is not None
+    other.save(tmp_path / "other")
+    arguments = ["--trees", "chain-2", "--more-heads", str(tmp_path / "other"), *prompts]
+    more = ["--baselines", "none", "-r", "1", "--output", "json"]
+    assert cli.main(["latency", *arguments, *more]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["row"] for row in rows] == ["plain", "chain-2", "chain-2 [other]"]
+    assert all(row["identical_prompts"] == 2 for row in rows)
+    assert rows[2]["phases_ms"].keys() == rows[1]["phases_ms"].keys()
+    assert cli.main(["acceptance", *arguments, "--output", "json"]) == 0
+    trees = [row["tree"] for row in json.loads(capsys.readouterr().out)["rows"]]
+    assert trees == ["chain-2", "chain-2 [other]"] * 2
+    with pytest.raises(ValueError, match="give folders with different names"):
+        cli.main(["latency", *prompts, "--more-heads", f"a/x,{tmp_path}/x"])
+
+
+def test_lookups_are_kept_without_ranks(bench, prompts, capsys, monkeypatch):
+    """A chain copied from the text may be deeper than there are heads."""
+    copied = dataclasses.replace(bench, lookup="on")
+    monkeypatch.setattr(acceptance, "load", lambda _options: copied)
+    arguments = ["acceptance", "--trees", "deft-32", *prompts, "--output", "json"]
+    assert cli.main(arguments) == 0
+    for row in json.loads(capsys.readouterr().out)["rows"]:
+        shares = [sum(depth) for depth in row["acceptance_by_depth_and_rank"]]
+        assert all(
+            share <= survived + 1e-9
+            for share, survived in zip(shares, row["per_position_acceptance_rate"], strict=False)
+        )
+
+
+def test_help_teaches(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    out = capsys.readouterr().out
+    assert "Does speculation pay here?" in out
+    assert all(name in out for name in cli.COMMANDS)
+    for command in cli.COMMANDS:
+        with pytest.raises(SystemExit):
+            cli.main([command, "--help"])
+        shown = capsys.readouterr().out
+        assert f"specdeft bench {command}" in shown
+        assert "--output" in shown
 
 
 def test_lists_of_trees_and_temperatures():
