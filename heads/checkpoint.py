@@ -65,9 +65,7 @@ def load_heads(
     _check_target(config, hidden_size, vocab_size)
     stored = open_tensors(member(folder, WEIGHTS_NAME))
     tensors = {name: read() for name, read in stored.items()}
-    with torch.device("meta"):
-        empty = torch.zeros(config.num_logits, dtype=torch.int64)
-        skeleton = MedusaHeads(config, None if config.draft_vocab_size is None else empty)
+    skeleton = _skeleton(folder / CONFIG_NAME, config)
     _check_tensors(folder / WEIGHTS_NAME, tensors, skeleton.state_dict(), config.vocab_size)
     if "draft_ids" in tensors:
         tensors["draft_ids"] = tensors["draft_ids"].to(torch.int64)
@@ -99,6 +97,18 @@ def read_config(folder: Path) -> HeadsConfig:
         return HeadsConfig(**content)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path} is incomplete or malformed ({error}): write it again.") from error
+
+
+def _skeleton(path: Path, config: HeadsConfig) -> MedusaHeads:
+    """The heads with their shapes and no memory."""
+    try:
+        with torch.device("meta"):
+            empty = torch.zeros(config.num_logits, dtype=torch.int64)
+            return MedusaHeads(config, None if config.draft_vocab_size is None else empty)
+    except RuntimeError as error:  # a tensor of more bytes than 64 bits count
+        raise ValueError(
+            f"{path} calls for tensors that no memory holds: write it again."
+        ) from error
 
 
 def _check_target(config: HeadsConfig, hidden_size: int | None, vocab_size: int | None) -> None:

@@ -112,10 +112,11 @@ class GatedBlocks(nn.Module):
     def __init__(self, num_blocks: int, hidden_size: int, size: int) -> None:
         """`size`: width inside a block. G and U of a block are one matrix."""
         super().__init__()
-        # Seeded by the shape alone: fresh heads are the same in every process.
-        generator = torch.Generator().manual_seed(num_blocks * size + hidden_size)
-        wide = torch.randn(num_blocks, 2 * size, hidden_size, generator=generator, device="cpu")
-        self.gate_up = nn.Parameter(wide * hidden_size**-0.5)
+        self.gate_up = nn.Parameter(torch.empty(num_blocks, 2 * size, hidden_size))
+        if not self.gate_up.is_meta:  # else a checkpoint is going to fill it
+            # Seeded by the shape alone: fresh heads are the same in every process.
+            generator = torch.Generator().manual_seed(num_blocks * size + hidden_size)
+            nn.init.normal_(self.gate_up, std=hidden_size**-0.5, generator=generator)
         self.down = nn.Parameter(torch.zeros(num_blocks, hidden_size, size))
 
     def forward(self, x: Tensor) -> Tensor:

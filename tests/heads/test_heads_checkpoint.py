@@ -160,3 +160,25 @@ def test_a_failed_write_leaves_the_old_heads(
         make(num_heads=3).save(tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     assert json.loads(before["config.json"])["num_heads"] == 2
+
+
+HUGE = 1 << 24
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_size": HUGE},
+        {"num_heads": HUGE, "hidden_size": HUGE},
+        {"num_heads": HUGE, "num_layers": HUGE, "hidden_size": HUGE},
+        {"sequential": True, "token_input": True, "cell_size": HUGE},
+        {"sequential": True, "token_input": True, "cell_size": HUGE, "hidden_size": HUGE},
+        {"output": "reduced", "draft_vocab_size": HUGE, "vocab_size": HUGE},
+    ],
+)
+def test_configs_of_any_size_cost_nothing(tmp_path: Path, changes: dict[str, object]) -> None:
+    make("own").save(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(ValueError, match="calls for|does not fit"):
+        MedusaHeads.load(tmp_path)
