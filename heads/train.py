@@ -200,6 +200,8 @@ def run(
     if group.first:
         remove_temporaries(options.output)
     target = load_target(folder_of(options.model), label=Path(options.model).name)
+    if group.first:  # not before the model is there: bad input leaves nothing behind
+        write_json(options.output / RUN_NAME, _as_config(options))
     documents = _documents(options, target, group)
     training, held_out = documents.split(options.held_out, options.seed)
     shape = Shape(
@@ -359,8 +361,6 @@ def main(arguments: Sequence[str] | None = None, folder_of: Callable[[str], str]
     try:
         options = _parse(arguments)
         with processes() as group:
-            if group.first:
-                write_json(options.output / RUN_NAME, _as_config(options))
             record = run(options, ["specdeft", "train", *arguments], folder_of, group)
     except ValueError as error:
         sys.stderr.write(f"specdeft train: {error}\n")
