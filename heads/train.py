@@ -36,6 +36,7 @@ from specdeft.heads.self_generate import GenerationPlan, self_generate
 from specdeft.heads.target import Target, load_target
 from specdeft.heads.text_store import TextStore
 from specdeft.heads.trainer import FeatureSource, TrainConfig, Trainer, frequent_ids
+from specdeft.trees.atomic import remove_temporaries
 from specdeft.trees.options import Options
 
 RECORD_NAME = "training_record.json"
@@ -395,12 +396,6 @@ def _read_config(path: Path, known: set[str]) -> dict[str, Any]:
         what = "is not a JSON object" if not isinstance(content, dict) else f"has {unknown}"
         raise ValueError(f"--config {path} {what}: give an object with options of `train` as names")
     return content
-
-
-def remove_temporaries(folder: Path) -> None:
-    """Delete what a killed run was writing; nothing else ever has such a name."""
-    for path in folder.rglob(".*.tmp"):
-        path.unlink(missing_ok=True)
 
 
 def _as_config(options: argparse.Namespace) -> dict[str, Any]:

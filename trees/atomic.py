@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
 
 
 def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
@@ -19,6 +22,14 @@ def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def remove_temporaries(folder: Path) -> None:
+    """Delete what killed writers left in `folder` and below: files with names of `write_atomic`,
+    which has 32 hexadecimal digits in each; a folder may hold files of others too."""
+    for path in folder.rglob(".*.tmp"):
+        if _TEMPORARY.fullmatch(path.name) and path.is_file():
+            path.unlink(missing_ok=True)
 
 
 def write_text_atomic(path: Path, text: str) -> None:
