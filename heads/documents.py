@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
+from specdeft.heads.formats.files import listed, open_tensors
 from specdeft.trees.atomic import write_atomic
 
 
@@ -87,11 +88,25 @@ class Documents:
 
     @classmethod
     def load(cls, path: Path) -> Documents:
-        """Read what `save` wrote."""
-        content = load_file(path)
-        return cls(
-            content["tokens"], content["learn"].bool(), content["offsets"], content["temperature"]
+        """Read what `save` wrote; ValueError says what is wrong with the file."""
+        stored = open_tensors(path)
+        names = [field.name for field in fields(cls)]
+        if set(names) != set(stored):
+            raise ValueError(f"{path} holds {listed(stored)}, no texts: write them again.")
+        tokens, learn, offsets, temperature = (stored[name]() for name in names)
+        whole = (
+            {tokens.dtype, offsets.dtype} <= {torch.int32, torch.int64}
+            and tokens.dim() == offsets.dim() == 1
+            and tokens.shape == learn.shape
+            and temperature.shape == (len(offsets) - 1,)
+            and int(offsets[0]) == 0
+            and int(offsets[-1]) == len(tokens)
+            and bool((offsets.diff() >= 0).all())
+            and bool((tokens >= 0).all())
         )
+        if not whole:
+            raise ValueError(f"{path} holds texts that do not add up: write them again.")
+        return cls(tokens, learn.bool(), offsets, temperature)
 
 
 def from_lists(

@@ -409,7 +409,7 @@ class Trainer:
         path = self.folder / STATE_NAME
         if not path.is_file():
             return 0
-        state = torch.load(path, map_location=self.heads.block_bias.device, weights_only=True)
+        state = _read_state(path, self.heads.block_bias.device)
         if state["config"] != asdict(self.config):
             raise ValueError(
                 f"{path} is from a run with another configuration: repeat that command, or delete "
@@ -424,6 +424,20 @@ class Trainer:
             with (self.folder / LOG_NAME).open("rb+") as log:
                 log.truncate(state["log_bytes"])
         return int(state["step"])
+
+
+def _read_state(path: Path, device: torch.device) -> dict[str, Any]:
+    """What `_save` wrote."""
+    try:
+        state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
+        missing = {"config", "heads", "optimizer", "step", "log_bytes"} - set(state)
+    except Exception as error:  # the reader of damaged archives raises of every kind
+        raise ValueError(
+            f"{path} is no whole training state: delete the file to start anew."
+        ) from error
+    if missing:
+        raise ValueError(f"{path} lacks {sorted(missing)}: delete the file to start anew.")
+    return state
 
 
 def evaluate(model: Any, heads: MedusaHeads, held_out: Features) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from specdeft.heads.documents import Documents, from_lists, join, read_jsonl
 from specdeft.heads.target import Target
@@ -118,3 +119,31 @@ def test_broken_json_names_the_line(tmp_path: Path, target: Target) -> None:
     path.write_text('{"text": "w1"}\n\n{oops\n', encoding="utf-8")
     with pytest.raises(ValueError, match="line 3 is not JSON"):
         read_jsonl(path, target.tokenizer, 100)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"offsets": torch.tensor([0, 3, 4, 8, 11])}, "do not add up"),
+        ({"offsets": torch.tensor([0, 4, 3, 8, 10])}, "do not add up"),
+        ({"offsets": torch.tensor([1, 3, 4, 8, 10])}, "do not add up"),
+        ({"offsets": torch.zeros(0, dtype=torch.int64)}, "do not add up"),
+        ({"tokens": torch.full((10,), -1, dtype=torch.int32)}, "do not add up"),
+        ({"tokens": torch.zeros(10)}, "do not add up"),
+        ({"learn": torch.ones(9, dtype=torch.uint8)}, "do not add up"),
+        ({"temperature": torch.zeros(3)}, "do not add up"),
+        ({"more": torch.zeros(1)}, "no texts"),
+    ],
+)
+def test_damaged_files_are_refused(
+    tmp_path: Path, changes: dict[str, torch.Tensor], message: str
+) -> None:
+    path = tmp_path / "d.safetensors"
+    make().save(path)
+    assert lists(Documents.load(path)) == lists(make())
+    save_file({**load_file(path), **changes}, path)
+    with pytest.raises(ValueError, match=message):
+        Documents.load(path)
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(ValueError, match="not a whole safetensors file"):
+        Documents.load(path)

@@ -16,6 +16,7 @@ from specdeft.heads.features import IGNORED, extract
 from specdeft.heads.medusa import HeadsConfig, MedusaHeads
 from specdeft.heads.target import Target
 from specdeft.heads.trainer import (
+    STATE_NAME,
     FeatureSource,
     TrainConfig,
     Trainer,
@@ -157,6 +158,22 @@ def test_resume_with_another_configuration_is_refused(tmp_path: Path, target: Ta
     other = replace(config, learning_rate=1e-3)
     with pytest.raises(ValueError, match="another configuration"):
         Trainer(target.model, heads, source_for(target, texts()), other, tmp_path).run(resume=True)
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "other content", "no table"])
+def test_resume_from_a_damaged_state_is_refused(
+    tmp_path: Path, target: Target, damage: str
+) -> None:
+    config = replace(CONFIG, max_steps=4, save_every=2)
+    heads = heads_for(target)
+    Trainer(target.model, heads, source_for(target, texts()), config, tmp_path).run()
+    state = tmp_path / STATE_NAME
+    if damage in ("cut", "empty"):
+        state.write_bytes(state.read_bytes()[:-200] if damage == "cut" else b"")
+    else:
+        torch.save({"step": 2} if damage == "other content" else 5, state)
+    with pytest.raises(ValueError, match="delete the file to start anew"):
+        Trainer(target.model, heads, source_for(target, texts()), config, tmp_path).run(resume=True)
 
 
 def test_batches_cover_each_chunk_once_per_epoch_and_start_anywhere(target: Target) -> None:
