@@ -65,6 +65,12 @@ def parser() -> argparse.ArgumentParser:
         "--batch-sizes", metavar="N,N", help="also decode prompts in batches of these sizes"
     )
     options.add_argument("-r", "--repetitions", type=int, metavar="N", help="5 if not given")
+    options.add_argument(
+        "--yardstick-repetitions",
+        type=int,
+        metavar="N",
+        help="of the rows that are not ours, which may be slow; as many as ours if not given",
+    )
     options.add_argument("--no-warmup", action="store_true", help="time the first calls as well")
     options.add_argument(
         "--baselines",
@@ -90,6 +96,10 @@ def main(arguments: Sequence[str]) -> Finished:
     temperatures = parse_temperatures(options.temperature)
     if options.repetitions < 1:
         raise ValueError(f"repetitions is {options.repetitions}: give at least 1")
+    if options.yardstick_repetitions is not None and options.yardstick_repetitions < 1:
+        raise ValueError(
+            f"yardstick-repetitions is {options.yardstick_repetitions}: give at least 1"
+        )
     task = Task.from_options(options)
     configs = [replace(task.config, temperature=temperature) for temperature in temperatures]
     baselines = parse_baselines(options.baselines)
@@ -127,6 +137,7 @@ def main(arguments: Sequence[str]) -> Finished:
                 warm_up=not options.no_warmup,
                 judge_text=partial(judge, plain.decoder.engine, config=config),
                 is_sweep=len(configs) > 1,
+                yardstick_repetitions=options.yardstick_repetitions,
             )
             for row, result in zip(chosen, measured[-len(chosen) :], strict=True):
                 result.kinds = tuple(prompt.kind for prompt in task.prompts.prompts)

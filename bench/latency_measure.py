@@ -101,6 +101,7 @@ def measure(
     warm_up: bool,
     judge_text: Judge,
     is_sweep: bool = False,
+    yardstick_repetitions: int | None = None,
 ) -> list[RowResult]:
     """Time every row on every prompt; what the folder holds is not run again.
 
@@ -109,10 +110,13 @@ def measure(
         encoded: the prompts' ids by prompt id.
         judge_text: compares a row's ids with plain decoding's, for one prompt.
         is_sweep: the run has other temperatures, too.
+        yardstick_repetitions: of rows that are not ours, where that is fewer.
     """
+    fewer = min(yardstick_repetitions or repetitions, repetitions)
+    turns = {row.name: repetitions if row.is_ours else fewer for row in rows}
     results = [RowResult(row.name, row.is_ours, config.temperature, is_sweep) for row in rows]
-    with progress(len(encoded) * repetitions * len(rows), "latency") as done:
-        if warm_up and not _is_complete(results, encoded, folder, repetitions):
+    with progress(len(encoded) * sum(turns.values()), "latency") as done:
+        if warm_up and not _is_complete(results, encoded, folder, turns):
             _warm_up(rows, results, bench, config, list(encoded.values()))
         for prompt_id, ids in encoded.items():
             for result in results:
@@ -120,6 +124,8 @@ def measure(
             for repetition in range(repetitions):
                 pairs = list(zip(rows, results, strict=True))
                 for row, result in pairs if repetition % 2 == 0 else reversed(pairs):
+                    if repetition >= turns[row.name]:
+                        continue
                     key = _key(result, prompt_id, repetition)
                     measure_one = partial(_measured, row, ids, config)
                     run = recorded(folder, key, result.label, prompt_id, measure_one)
@@ -133,13 +139,13 @@ def _is_complete(
     results: Sequence[RowResult],
     prompt_ids: Mapping[str, object],
     folder: RunFolder,
-    repetitions: int,
+    turns: Mapping[str, int],
 ) -> bool:
     return all(
         folder.get(_key(result, prompt_id, repetition)) is not None
         for result in results
         for prompt_id in prompt_ids
-        for repetition in range(repetitions)
+        for repetition in range(turns[result.name])
     )
 
 

@@ -147,7 +147,7 @@ def make_report(
         notes=(
             manifest["prompts"]["rule"],
             f"up to {settings['max_new_tokens']} new tokens a prompt, "
-            f"{settings['repetitions']} repetitions in the order A B .. B A, "
+            f"{settings['repetitions']} repetitions in the order A B .. B A{_fewer(settings)}, "
             f"{'no warm-up' if settings['no_warmup'] else 'warmed up'}, "
             f"T = {settings['temperature']}, {manifest['machine']['threads']} threads",
             "ratios: time per token after the first (decode) or in all (whole), median over "
@@ -172,6 +172,11 @@ def make_report(
         data={"manifest": manifest, "rows": found, "batches": in_batches},
         charts=(*latency_charts(measured, found, lossy=lossy), *_batch_charts(in_batches)),
     )
+
+
+def _fewer(settings: dict[str, Any]) -> str:
+    given = settings.get("yardstick_repetitions")
+    return f" ({given} of the rows that are not ours)" if given else ""
 
 
 def _baselines_of(row: RowResult, measured: Sequence[RowResult]) -> dict[str, RowResult]:

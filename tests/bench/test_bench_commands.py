@@ -197,6 +197,7 @@ def test_a_random_model_with_replayed_acceptance(capsys, tmp_path):
         (["latency", "--temperature", "0,0"], "give each number once"),
         (["latency", "--temperature", "0,-1"], "temperature is -1"),
         (["latency", "-r", "0"], "repetitions is 0"),
+        (["latency", "--yardstick-repetitions", "0"], "yardstick-repetitions is 0"),
         (["latency", "--baselines", "magic"], "there is no baseline 'magic': give none, trans"),
         (["latency", "--trees", "chain-2", "--baselines", "replay"], "give --replay FILE"),
         (
@@ -545,6 +546,15 @@ def test_repetitions_alternate_and_ratios_are_paired():
     assert known["tpot_ms"]["median"] == pytest.approx(10.0)
     assert known["itl_ms"]["p99"] == pytest.approx(10.0)
     assert known["median_tokens_per_second"] == pytest.approx(100.0)
+
+
+def test_yardsticks_may_have_fewer_repetitions():
+    rows, bench, calls = scripted(30.0, 20.0, 10.0)
+    results = measure(rows, bench, repetitions=5, yardstick_repetitions=2, warm_up=False)
+    assert [len(result.runs[0]) for result in results] == [2, 5, 5]
+    assert (calls.count("transformers"), calls.count("tree")) == (4, 10)
+    known = latency_report.figures(results[2], {"transformers": results[0]}, 0, lossy=False)
+    assert known["speedup_over_transformers"]["median"] == pytest.approx(3.0)
 
 
 @pytest.mark.parametrize("lossy", [False, True])
