@@ -162,7 +162,7 @@ class RankStatistics:
                 tuple(tuple(map(int, row)) for row in content["rank_hits"]),
                 tuple(map(int, content["rank_trials"])),
             )
-        except (TypeError, KeyError, ValueError) as error:
+        except (TypeError, KeyError, ValueError, RecursionError) as error:
             raise ValueError(
                 f"the text is not rank statistics ({error!r}); write it with RankStatistics.save"
             ) from error

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from specdeft import SpecDecoder
 from specdeft.cli import main
@@ -52,6 +53,27 @@ def test_exported_heads_decode_losslessly(
         ours = decoder.generate(PROMPT, max_new_tokens=40, **settings)
         assert ours.token_ids == plain.generate(PROMPT, max_new_tokens=40, **settings).token_ids
         assert ours.stats.tau >= 1
+
+
+def test_a_merged_model_is_model_and_heads_at_once(folder: Path, tmp_path: Path) -> None:
+    """Medusa-2: the heads' tensors stand in the model's own files."""
+    for path in folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    heads = made("own")
+    assert heads.output_weight is not None
+    tensors = load_file(folder / "model.safetensors")
+    for head in range(3):
+        stem = f"medusa_head.{head}"
+        tensors[f"{stem}.0.linear.weight"] = heads.block_weight[0, head].clone()
+        tensors[f"{stem}.0.linear.bias"] = heads.block_bias[0, head].clone()
+        tensors[f"{stem}.1.weight"] = heads.output_weight[head].clone()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    decoder = SpecDecoder.from_pretrained(tmp_path, heads=tmp_path, dtype="float32", tree=TREE)
+    assert decoder.heads is not None
+    assert torch.equal(decoder.heads.block_weight, heads.block_weight)
+    ours = decoder.generate(PROMPT, max_new_tokens=30)
+    plain = SpecDecoder.from_pretrained(folder, dtype="float32")
+    assert ours.token_ids == plain.generate(PROMPT, max_new_tokens=30).token_ids
 
 
 def run(capsys: Any, *arguments: str) -> tuple[int, str, str]:

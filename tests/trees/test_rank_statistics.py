@@ -167,3 +167,11 @@ def test_bad_ranks_and_files_are_refused(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ValueError, match=r"statistics\.json cannot be used: the text is not"):
             RankStatistics.load(path)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", "[" * 100_000, '{"num_heads": ' + "9" * 5000 + "}"]
+)
+def test_texts_of_something_else_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="not rank statistics"):
+        RankStatistics.from_json(text)
