@@ -149,7 +149,7 @@ def test_refusals_are_one_sentence(
 def test_a_notice_is_one_line(folder: Path, tmp_path: Path, capsys: Any) -> None:
     """A published config that is wrong about its heads, and heads that are never right."""
     heads = made("own")
-    torch.nn.init.zeros_(heads.output_weight)  # type: ignore[arg-type]
+    torch.nn.init.zeros_(heads.output_weight)
     export_heads(Source(heads, None, "tiny"), "tgi", tmp_path / "heads")
     config = tmp_path / "heads" / "config.json"
     config.write_text(config.read_text().replace('"medusa_num_heads": 3', '"medusa_num_heads": 2'))
