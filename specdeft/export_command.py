@@ -115,7 +115,7 @@ def _next_step(to: str, folder: Path, base: str, num_heads: int) -> str:
     if to == "vllm":
         asked = {"method": "medusa", "model": str(folder), "num_speculative_tokens": num_heads}
         how = shlex.quote(json.dumps(asked))
-        return f"serve: vllm serve {base or 'BASE_MODEL'} --speculative-config {how}\n"
+        return f"serve: vllm serve {shlex.quote(base or 'BASE_MODEL')} --speculative-config {how}\n"
     if to == "tgi":
         return f"serve: text-generation-launcher --model-id {place} --speculate {num_heads}\n"
     if to == "hub":

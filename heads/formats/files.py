@@ -74,11 +74,16 @@ def all_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())
 
 
+def printable(text: str) -> str:
+    """Text of a file as a message may show it: on one line, without control characters."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
 def listed(names: Iterable[str]) -> str:
-    """Names in a message: the first few, none too long."""
+    """Names in a message: the first few, none too long, and nothing that a terminal obeys."""
     found = list(names)
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return (", ".join(name[:80] for name in found[:_SHOWN]) or "nothing") + more
+    return (", ".join(printable(name[:80]) for name in found[:_SHOWN]) or "nothing") + more
 
 
 def _open_safetensors(path: Path) -> Tensors:
@@ -87,7 +92,8 @@ def _open_safetensors(path: Path) -> Tensors:
         names = list(handle.keys())
     except (SafetensorError, OSError, ValueError) as error:
         raise ValueError(
-            f"{path} is not a whole safetensors file ({error}): fetch or write it again."
+            f"{path} is not a whole safetensors file ({_first_line(error)}): fetch or write it "
+            "again."
         ) from error
     return {name: partial(_from_safetensors, path, handle, name) for name in names}
 
@@ -167,4 +173,5 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip().split("\n")[0].rstrip(".") or type(error).__name__)[:200]
+    text = str(error).strip().split("\n")[0].rstrip(".") or type(error).__name__
+    return printable(text[:200])

@@ -62,9 +62,9 @@ def member(folder: Path, name: str) -> Path:
             a Hugging Face cache, where every downloaded file is such a link).
     """
     path = folder / name
-    if Path(name).name != name or name in ("", ".", "..") or "\0" in name:
+    if Path(name).name != name or name in ("", ".", "..") or not name.isprintable():
         raise ValueError(
-            f"{folder}: the file name {name!r} leads out of the folder: fetch it anew."
+            f"{folder}: the file name {name!r} is none of a file in it: fetch it anew."
         )
     home, real = folder.resolve(), path.resolve()
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else None

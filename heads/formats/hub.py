@@ -7,12 +7,13 @@ there.
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 from specdeft.heads.checkpoint import load_heads, save_heads, write_json
-from specdeft.heads.formats.files import read_json
+from specdeft.heads.formats.files import printable, read_json
 from specdeft.heads.formats.folder import member
 from specdeft.heads.formats.writing import new_folder, same_bits
 from specdeft.heads.medusa import MedusaHeads
@@ -61,7 +62,8 @@ def model_card(
 ) -> str:
     """README.md in the hub's form: a header, how to use the heads, what was measured."""
     config = heads.config
-    base = base_model or config.base_model or "the base model"
+    # A name out of a file of others: it must not write the rest of the card.
+    base = printable(base_model or config.base_model or "the base model")[:100]
     header = ["---", "library_name: specdeft", "tags:", "- speculative-decoding", "- medusa"]
     if _HUB_ID.fullmatch(base):
         header.append(f"base_model: {base}")
@@ -81,7 +83,7 @@ def model_card(
         "```python",
         "from specdeft import SpecDecoder",
         "",
-        f'decoder = SpecDecoder.from_pretrained("{base}", heads="path/to/this/folder")',
+        f'decoder = SpecDecoder.from_pretrained({json.dumps(base)}, heads="path/to/this/folder")',
         'print(decoder.generate("Why is the sky blue?", max_new_tokens=200).text)',
         "```",
         "",

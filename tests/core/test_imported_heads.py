@@ -1,5 +1,7 @@
 """Heads of every format inside the decoder: the text stays plain decoding's, token for token."""
 
+import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -162,3 +164,17 @@ def test_a_notice_is_one_line(folder: Path, tmp_path: Path, capsys: Any) -> None
     assert [line for line in lines if "says heads 2 for 3" in line and "specdeft: " in line]
     assert not [line for line in lines if ".py:" in line]
     assert [line for line in lines if "not one drafted token was right" in line]
+
+
+def test_the_serving_line_can_be_pasted(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    """Names out of files and folders of others stay one argument each."""
+    monkeypatch.chdir(tmp_path)
+    made("own").save("ours")
+    base, out = "lab/base; touch pasted $(id)", "my heads' copy"
+    code, text, err = run(
+        capsys, "export", "ours", "--to", "vllm", "--out", out, "--base-model", base
+    )
+    assert code == 0, err
+    words = shlex.split(text.splitlines()[1])
+    assert words[:4] == ["serve:", "vllm", "serve", base]
+    assert json.loads(words[5])["model"] == out

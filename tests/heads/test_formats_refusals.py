@@ -409,7 +409,7 @@ def test_an_index_that_leads_out_of_the_folder(tmp_path: Path, place: str, name:
     content = json.loads(index.read_text())
     content["weight_map"][name] = place
     index.write_text(json.dumps(content))
-    refused(heads, "leads out of the folder|link out")
+    refused(heads, "is none of a file in it|link out")
 
 
 @pytest.mark.parametrize("places", [None, [], {"0.1.weight": 5}, {"0.1.weight": None}])
@@ -504,3 +504,22 @@ def test_files_that_cannot_be_read(
         patched.setattr(Path, what, fail)
         with pytest.raises(ValueError, match="Permission denied"):
             MedusaHeads.load(tmp_path)
+
+
+ESCAPES = "\x1b[2J\x1b]0;title\x07\r\nsecond line \u202e"
+
+
+def test_names_cannot_write_on_the_terminal(tmp_path: Path) -> None:
+    tensors = {**table(F1, values()), ESCAPES: torch.zeros(1)}
+    write(tmp_path, F1_FILE, tensors)
+    with pytest.raises(ValueError, match="second line") as caught:
+        MedusaHeads.load(tmp_path)
+    assert str(caught.value).isprintable()
+
+
+def test_shard_names_cannot_either(tmp_path: Path) -> None:
+    index = {"weight_map": {"medusa_head.0.0.linear.weight": f"{ESCAPES}.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="none of a file") as caught:
+        MedusaHeads.load(tmp_path)
+    assert str(caught.value).isprintable()

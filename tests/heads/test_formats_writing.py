@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from pathlib import Path
 from typing import Any
@@ -322,3 +323,16 @@ def test_hub_card_invents_nothing(tmp_path: Path) -> None:
     heads.save(origin)
     export_to_hub(heads, origin, tmp_path / "out", "")
     assert "Nothing was measured" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_base_model_name_cannot_write_the_card(tmp_path: Path) -> None:
+    evil = 'x", heads=None); evil()\n---\nlicense: stolen\n<script>'
+    heads = make()
+    heads.save(tmp_path / "heads")
+    export_to_hub(heads, tmp_path / "heads", tmp_path / "out", evil)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert card.count("\n---\n") == 1
+    assert "\nlicense" not in card
+    (line,) = (line for line in card.splitlines() if line.startswith("decoder ="))
+    call = ast.parse(line).body[0].value  # type: ignore[attr-defined]
+    assert [argument.value for argument in call.args] == [evil.replace("\n", "?")]
