@@ -44,7 +44,16 @@ class PlannedRow(DecoderRow):
             bench.heads,
         )
         heads: Any = self._heads
-        decoder = SpecDecoder(bench.model, bench.tokenizer, heads, tree=shape, clock=bench.clock)
+        decoder = SpecDecoder(
+            bench.model,
+            bench.tokenizer,
+            heads,
+            tree=shape,
+            lookup="off",
+            cuda_graphs=bench.cuda_graphs,
+            compile=bench.compile,
+            clock=bench.clock,
+        )
         super().__init__(f"{kind}({tree})", bench, decoder)
         self._plain = plain
         fixed = {"oracle": [[shape.max_depth]], "random": [[0]]}

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import io
 import itertools
 import json
 import re
@@ -364,6 +365,31 @@ def test_later_turns_are_asked_after_plain_answers(tmp_path):
     answer = DecoderRow("plain", bench).run(first, config).token_ids
     text = f"u:Hia:{tokenizer.decode(answer, skip_special_tokens=True)}u:Morea:"
     assert second == tokenizer(text)["input_ids"]
+
+
+def test_turns_and_standard_input_through_the_command_line(monkeypatch, capsys):
+    known = tiny_bench()
+    tokenizer: Any = ChatTokenizer()
+    bench = dataclasses.replace(known, tokenizer=tokenizer)
+    monkeypatch.setattr(latency, "load", lambda _options: bench)
+    lines = b'{"id": "x", "turns": ["Hi", "More", "Yet"]}\n{"id": "y", "prompt": "Bye"}\n'
+    arguments = ["latency", "--prompts", "-", "--turns", "all", "--trees", "chain-2", "-r", "1"]
+    arguments += ["--baselines", "none", "--max-new-tokens", "6", "--dtype", "float32"]
+    monkeypatch.setattr("sys.stdin", argparse.Namespace(buffer=io.BytesIO(lines)))
+    assert cli.main([*arguments, "--output", "json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["manifest"]["prompts"]["source"] == "standard input"
+    assert data["manifest"]["prompts"]["ids"] == ["x", "x/2", "x/3", "y"]
+    assert all(row["num_requests"] == row["identical_prompts"] == 4 for row in data["rows"])
+
+
+def test_a_sweep_over_contexts_is_drawn(bench, capsys, tmp_path):
+    arguments = ["latency", "--trees", "chain-2", "--input-len", "5,40,90", "--output-len", "9"]
+    arguments += ["-r", "1", "--dtype", "float32", "--save-result", str(tmp_path / "run")]
+    assert cli.main(arguments) == 0
+    assert "Speed against context" in (tmp_path / "run" / "report.html").read_text()
+    table = capsys.readouterr().out
+    assert all(f"{length} tokens" in table for length in (5, 40, 90))
 
 
 # ---- rows

@@ -7,6 +7,7 @@ import torch
 
 from specdeft.bench.analytic import kv_read_bytes_per_step, kv_read_ratio_vs_per_path
 from specdeft.bench.drafts import PlannedHeads, read_accept_lengths
+from specdeft.heads.medusa import HeadsConfig, MedusaHeads
 from specdeft.kv_tree import KVShape
 from specdeft.trees.token_tree import TokenTree
 
@@ -50,3 +51,23 @@ def test_kv_reads_by_hand():
     assert kv_read_bytes_per_step(shape, torch.bfloat16, tree, 93) == 100 * 2 * 2 * 3 * 4 * 2
     assert kv_read_ratio_vs_per_path(tree, 93) == pytest.approx(4 * 96 / 100)
     assert kv_read_ratio_vs_per_path(TokenTree.chain(4), 50) == 1.0
+
+
+@pytest.mark.parametrize("fields", [None, {}, {"sequential": True, "token_input": True}])
+def test_planned_drafts_are_one_graph_for_the_compiler(fields):
+    """Engines that compile their drafts compile these, too: no break, the same tokens."""
+    torch.manual_seed(0)
+    tree = TokenTree.full([3, 2])
+    real = None
+    if fields is not None:
+        config = HeadsConfig(num_heads=2, num_layers=1, hidden_size=8, vocab_size=11, **fields)
+        real = MedusaHeads(config)
+    plain, fused = (PlannedHeads(tree, 11, torch.device("cpu"), 20, real) for _ in range(2))
+    compiled = torch.compile(fused.draft, fullgraph=True, backend="eager")
+    embedding, output = torch.nn.Embedding(11, 8), torch.nn.Linear(8, 11, bias=False)
+    for heads in (plain, fused):
+        heads.plan([4, 10, 6, 7, 8], [1, 2])
+    arguments = (torch.randn(1, 8), torch.tensor([4]), embedding, output, 3)
+    for _step in range(3):
+        with torch.inference_mode():
+            assert torch.equal(plain.draft(*arguments), compiled(*arguments))
