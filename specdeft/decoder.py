@@ -13,6 +13,7 @@ from specdeft.config import GenerationConfig
 from specdeft.custom_generate import generate_rows
 from specdeft.engine import Engine
 from specdeft.generation import Generation
+from specdeft.graphs import context_buckets
 from specdeft.heads.medusa import MedusaHeads
 from specdeft.identity import IdentityReport, compare
 from specdeft.loading import load_heads, load_target
@@ -269,6 +270,40 @@ class SpecDecoder:
             # Not a named parameter: transformers would pass those twice.
             prepared.get("attention_mask"),
         )
+
+    def warmup(
+        self, num_tokens: int = 1024, *, batch_size: int = 1, temperature: float = 0.0
+    ) -> float:
+        """Do ahead what first generations would wait for: the tree's and the plain steps of
+        sequences of up to ``num_tokens`` tokens are compiled and captured, by decoding a little.
+
+        Args:
+            num_tokens: prompt and new tokens of the longest sequence to come, 16 or more.
+            batch_size: prompts decoded together.
+            temperature: above 0 the steps of sampling are made ready.
+
+        Returns:
+            The seconds it took.
+
+        Raises:
+            ValueError: such sequences do not fit the context or the memory.
+        """
+        began = self._clock()
+        if num_tokens < 16 or batch_size < 1:
+            raise ValueError(
+                f"warmup of {batch_size} sequences of {num_tokens} tokens: give at least 1 "
+                "sequence of at least 16 tokens"
+            )
+        settings = {"max_new_tokens": 2, "temperature": temperature, "ignore_eos": True}
+        # The largest first: what comes later fits the memory that it took.
+        for bucket in reversed(context_buckets(num_tokens)):
+            for tree in (self.tree, TokenTree.chain(0)):
+                # A step's graph serves up to its bucket's end: just below it, nothing is left out.
+                beyond = 2 + 2 * (tree.max_depth + 1)
+                length = max(min(bucket, num_tokens) - beyond, 1)
+                prompts = [torch.zeros(length, dtype=torch.int64)] * batch_size
+                self.generate(prompts, tree=tree, **settings)
+        return self._clock() - began
 
     def plain(self, prompt: Prompt, **settings: Any) -> GenerationResult:
         """`generate` with the one-node tree: plain decoding by the same engine, the baseline."""

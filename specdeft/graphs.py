@@ -41,6 +41,14 @@ def context_bucket(num_tokens: int) -> int:
     return max(SMALLEST_BUCKET_TOKENS, 1 << max(num_tokens - 1, 0).bit_length())
 
 
+def context_buckets(num_tokens: int) -> list[int]:
+    """All buckets that sequences of up to ``num_tokens`` pass through, the smallest first."""
+    buckets = [SMALLEST_BUCKET_TOKENS]
+    while buckets[-1] < num_tokens:
+        buckets.append(2 * buckets[-1])
+    return buckets
+
+
 class StepGraphs:
     """The captured steps of one KV tree.
 

@@ -211,3 +211,18 @@ def test_the_end_of_the_context_is_a_reason() -> None:
     assert results[0].stats.num_new_tokens == 6
     assert results[1].stats.num_new_tokens == MAX_POSITIONS - 3
     assert decoder.generate(prompts, max_new_tokens=4, ignore_eos=True)[0].finish_reason == "length"
+
+
+def test_warming_up_changes_nothing_and_says_how_long_it_took() -> None:
+    model = tiny_model("llama")
+    ticks = iter(range(100_000))
+    decoder = SpecDecoder(model, ByteTokenizer(), clock=lambda: float(next(ticks)))
+    expected = decoder.generate(prompt_ids(9), max_new_tokens=8).token_ids
+    assert decoder.warmup(100, batch_size=3, temperature=0.5) > 0
+    assert decoder.generate(prompt_ids(9), max_new_tokens=8).token_ids == expected
+    with pytest.raises(ValueError, match="at least 16 tokens"):
+        decoder.warmup(15)
+    with pytest.raises(ValueError, match="at least 1 sequence"):
+        decoder.warmup(batch_size=0)
+    with pytest.raises(ValueError, match="context"):
+        decoder.warmup(2 * MAX_POSITIONS)
