@@ -36,6 +36,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm, silu
 
+from specdeft.heads.best_tokens import best_tokens
 from specdeft.trees.draft_plan import DraftLevel
 
 _MOST = 1 << 24  # more rows, heads or blocks than any model has: a damaged config
@@ -246,7 +247,7 @@ class MedusaHeads(nn.Module):
                 f"top_k is {top_k}: give a number from 1 to {self.config.num_logits}, "
                 "the tokens these heads can draft."
             )
-        best = self(hidden, root, embed, output_layer).topk(top_k, dim=-1).indices.transpose(0, 1)
+        best = best_tokens(self(hidden, root, embed, output_layer), top_k).transpose(0, 1)
         return best if self.draft_ids is None else self.draft_ids[best]
 
     @torch.no_grad()
@@ -256,7 +257,7 @@ class MedusaHeads(nn.Module):
         """`draft` where the text is known: tokens int64 [B,K] are the root and what heads
         0 .. K-2 had to guess, so every head guesses behind right tokens."""
         states = self.states_along(hidden, embed(tokens).transpose(0, 1))
-        best = self.logits(states, output_layer).topk(top_k, dim=-1).indices.transpose(0, 1)
+        best = best_tokens(self.logits(states, output_layer), top_k).transpose(0, 1)
         return best if self.draft_ids is None else self.draft_ids[best]
 
     @torch.no_grad()
@@ -280,7 +281,7 @@ class MedusaHeads(nn.Module):
             before = embed(tokens.index_select(1, level.inner))
             x = self._advance(head, x.index_select(1, level.previous), before)
             best = self._logits_of(head, self._projected(head, x), output_layer)
-            best = best.topk(level.top_k, dim=-1).indices
+            best = best_tokens(best, level.top_k)
             drafted = best.flatten(1).index_select(1, level.row * level.top_k + level.rank)
             if self.draft_ids is not None:
                 drafted = self.draft_ids[drafted]

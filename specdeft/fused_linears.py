@@ -1,9 +1,11 @@
-"""Sibling projections in one product: q, k and v read the same rows, and so do gate and up.
+"""Projections as a step needs them: siblings in one product, small ones in a kernel of ours.
 
 At one tree token a product is bound by reading its weights, and a small one (k and v of a grouped
-model) is over before the memory is busy. The siblings' weights are moved into one tensor once;
-each module keeps its own rows of it as its weight, so the stock model is unchanged in value, in
-memory and in use, and only inside `SiblingLinears.joined` do they answer from one product.
+model) is over before the memory is busy. q, k and v read the same rows, and so do gate and up:
+their weights are moved into one tensor once, of which each module keeps its own rows. So the stock
+model is unchanged in value, in memory and in use; only inside `FusedLinears.installed` do the
+siblings answer from one product, and layers of 16-bit weights from `kernels.skinny_linear` where
+that is the faster one.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +14,10 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch import library as torch_library
 from torch.nn.functional import linear
+
+from specdeft.kernels.linear_tile import LinearTile, linear_tile
 
 # Siblings by name: they are called in this order, with the same input.
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -48,7 +53,7 @@ class _Group:
 
     def first(self, x: Tensor) -> Tensor:
         """The product of all; the later siblings take theirs from it."""
-        out: Tensor = linear(x, self._weight, self._bias)
+        out = project(x, self._weight, self._bias)
         mine, *self._pending = out.split(self._sizes, dim=-1)
         return cast(Tensor, mine)
 
@@ -57,13 +62,39 @@ class _Group:
         return self._pending.pop(0)
 
 
-class SiblingLinears:
-    """The joined projections of one model."""
+class _Single:
+    """A linear layer of its own."""
 
-    def __init__(self, model: nn.Module) -> None:
-        """Join what can be joined: plain linear layers of one dtype without hooks of others."""
+    def __init__(self, layer: nn.Linear) -> None:
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Its product."""
+        return project(x, self.layer.weight, self.layer.bias)
+
+
+class FusedLinears:
+    """The projections of one model, joined and in kernels of ours where that is faster."""
+
+    def __init__(self, model: nn.Module, output_layer: nn.Module) -> None:
+        """Join what can be joined: plain linear layers of one dtype without hooks of others.
+
+        Args:
+            model: whose layers they are.
+            output_layer: is left alone.
+        """
         found = (_siblings(module, names) for module in model.modules() for names in _SIBLINGS)
         self._groups = [_Group(layers) for layers in found if _can_be_joined(layers)]
+        joined = {layer for group in self._groups for layer in group.layers}
+        self._singles = [
+            _Single(module)
+            for module in model.modules()
+            if type(module) is nn.Linear
+            and module is not output_layer
+            and module not in joined
+            and _is_for_our_kernel(module.weight)
+            and _can_be_joined([module])
+        ]
 
     @property
     def num_groups(self) -> int:
@@ -71,15 +102,17 @@ class SiblingLinears:
         return len(self._groups)
 
     @contextmanager
-    def joined(self) -> Iterator[None]:
-        """Within it the siblings answer from one product; not for two threads at once."""
+    def installed(self) -> Iterator[None]:
+        """Within it the layers answer from these; not for two threads at once."""
+        # Past nn.Module's own bookkeeping of attributes, which costs more than the rest.
         for group in self._groups:
             group.refresh()
             first, *later = group.layers
-            # Past nn.Module's own bookkeeping of attributes, which costs more than the rest.
             first.__dict__["forward"] = group.first
             for layer in later:
                 layer.__dict__["forward"] = group.later
+        for single in self._singles:
+            single.layer.__dict__["forward"] = single.forward
         try:
             yield
         finally:
@@ -87,6 +120,41 @@ class SiblingLinears:
                 group._pending = []
                 for layer in group.layers:
                     del layer.__dict__["forward"]
+            for single in self._singles:
+                del single.layer.__dict__["forward"]
+
+
+def project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [..., K] @ weight [O, K].T + bias [O], by whichever kernel is faster at this size."""
+    tile = None
+    if bias is None and _is_for_our_kernel(weight) and x.stride(-1) == 1:
+        num_rows = x.numel() // x.shape[-1]
+        tile = linear_tile(num_rows, weight.shape[0], weight.shape[1])
+    if tile is None:
+        product: Tensor = linear(x, weight, bias)
+        return product
+    return cast(Tensor, skinny_op(x, weight, *tile))
+
+
+def _is_for_our_kernel(weight: Tensor) -> bool:
+    return weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16)
+
+
+@torch_library.custom_op("specdeft::skinny_linear", mutates_args=())
+def skinny_op(
+    x: Tensor, weight: Tensor, rows: int, outputs: int, block: int, num_warps: int, num_stages: int
+) -> Tensor:
+    """`skinny_linear` of x [..., K], as one node of a compiled graph."""
+    from specdeft.kernels.skinny_linear import skinny_linear  # needs triton
+
+    tile = LinearTile(rows, outputs, block, num_warps, num_stages)
+    out = skinny_linear(x.reshape(-1, x.shape[-1]), weight, tile)
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+@skinny_op.register_fake
+def _(x: Tensor, weight: Tensor, *_tile: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
 def _adjoined(parts: Sequence[Tensor]) -> Tensor:

@@ -18,7 +18,7 @@ from torch import library as torch_library
 from transformers import AttentionInterface, PreTrainedModel
 
 from specdeft.compiling import compiled, room_for_forms
-from specdeft.fused_linears import SiblingLinears
+from specdeft.fused_linears import FusedLinears
 from specdeft.kv_tree import KVShape
 
 ATTENTION_NAME = "specdeft"
@@ -145,7 +145,7 @@ class TargetModel:
         self.vocab_size: int = int(self.output_layer.weight.shape[0])
         self.hidden_size: int = int(self.config.hidden_size)
         self.max_context: int = int(getattr(self.config, "max_position_embeddings", 0) or 2**31 - 1)
-        self._siblings = SiblingLinears(model)
+        self._linears = FusedLinears(model, self.output_layer)
         self._compiled: list[tuple[nn.Module, Callable[..., Any]]] = []
         self._keeps_logits = "logits_to_keep" in inspect.signature(type(model).forward).parameters
 
@@ -177,7 +177,7 @@ class TargetModel:
             last_only: return the last row's logits only (prefill).
         """
         forwards = [] if last_only else self._compiled
-        with self._our_attention(attention), self._siblings.joined(), _exchanged(forwards):
+        with self._our_attention(attention), self._linears.installed(), _exchanged(forwards):
             return self._tapped_forward(input_ids, position_ids, last_only)
 
     def compile(self) -> None:

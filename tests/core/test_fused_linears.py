@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from specdeft.decoder import SpecDecoder
-from specdeft.fused_linears import SiblingLinears
+from specdeft.fused_linears import FusedLinears
 from tests.core.tiny import FAMILIES, ByteTokenizer, hf_greedy, prompt_ids, tiny_model
 
 # Projections of these families that stand beside others: q, k, v and gate, up in 4 layers; phi3
@@ -29,7 +29,8 @@ class Recorder(nn.Module):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_projections_of_every_family_are_found(family: str) -> None:
-    assert SiblingLinears(tiny_model(family)).num_groups == GROUPS[family]
+    model = tiny_model(family)
+    assert FusedLinears(model, model.lm_head).num_groups == GROUPS[family]
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -37,8 +38,8 @@ def test_joined_gives_the_same_values_from_one_weight(bias: bool) -> None:
     module, x = Recorder(bias=bias), torch.randn(5, 6)
     before = [parameter.detach().clone() for parameter in module.parameters()]
     expected = module(x)
-    siblings = SiblingLinears(module)
-    with siblings.joined():
+    siblings = FusedLinears(module, nn.Identity())
+    with siblings.installed():
         products = module(x)
         assert products[0].data_ptr() + 4 * products[0].element_size() == products[1].data_ptr()
     for given, wanted in zip(products, expected, strict=True):
@@ -54,18 +55,18 @@ def test_joined_gives_the_same_values_from_one_weight(bias: bool) -> None:
 
 def test_a_second_decoder_of_a_model_joins_nothing_again() -> None:
     module = Recorder()
-    SiblingLinears(module)
+    FusedLinears(module, nn.Identity())
     address = module.gate_proj.weight.data_ptr()
-    with SiblingLinears(module).joined():
+    with FusedLinears(module, nn.Identity()).installed():
         assert module.gate_proj.weight.data_ptr() == address
 
 
 def test_weights_that_moved_are_joined_again() -> None:
     module, x = Recorder(), torch.randn(2, 6)
-    siblings = SiblingLinears(module)
+    siblings = FusedLinears(module, nn.Identity())
     module.double()
     module.up_proj.weight = nn.Parameter(torch.ones(3, 6, dtype=torch.float64))
-    with siblings.joined():
+    with siblings.installed():
         gate, up = module(x.double())
     torch.testing.assert_close(gate, x.double() @ module.gate_proj.weight.T)
     torch.testing.assert_close(up, x.double().sum(1, keepdim=True).expand(2, 3))
@@ -84,22 +85,22 @@ def test_what_is_not_plain_is_left_alone(kind: str) -> None:
         del module.up_proj
     else:
         module.up_proj = nn.Linear(6, 3)
-    assert SiblingLinears(module).num_groups == 0
+    assert FusedLinears(module, nn.Identity()).num_groups == 0
 
 
 def test_an_error_inside_leaves_the_layers_their_own() -> None:
     module, x = Recorder(), torch.randn(2, 6)
-    siblings = SiblingLinears(module)
+    siblings = FusedLinears(module, nn.Identity())
 
     def interrupted() -> None:
-        with siblings.joined():
+        with siblings.installed():
             module.gate_proj(x)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert "forward" not in module.gate_proj.__dict__
-    with siblings.joined():  # nothing is left over from the unfinished forward
+    with siblings.installed():  # nothing is left over from the unfinished forward
         assert module(2 * x)[1].allclose((2 * x) @ module.up_proj.weight.T)
 
 
