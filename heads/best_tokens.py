@@ -41,4 +41,5 @@ def best_in_chunks(logits: Tensor, k: int, chunks: int) -> Tensor:
     found = logits.unflatten(-1, (chunks, width)).topk(k, dim=-1, sorted=False)
     places = found.indices + width * torch_arange(chunks, device=logits.device)[:, None]
     best = found.values.flatten(-2).topk(k, dim=-1).indices
-    return places.flatten(-2).gather(-1, best)
+    columns: Tensor = places.flatten(-2).gather(-1, best)
+    return columns

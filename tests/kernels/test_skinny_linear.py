@@ -6,7 +6,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from specdeft.kernels.skinny_linear import LinearTile, skinny_linear
+from specdeft.kernels.linear_tile import LinearTile
+from specdeft.kernels.skinny_linear import skinny_linear
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ONE_ROW = LinearTile(1, 8, 64, 4, 2)
