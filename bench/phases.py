@@ -184,6 +184,8 @@ def measure_phases(
             tree=request,
             lookup=bench.lookup,
             tree_values=bench.values,
+            cuda_graphs=bench.cuda_graphs,
+            compile=bench.compile,
             clock=bench.clock,
         )
 

@@ -30,6 +30,8 @@ from specdeft.tree_tensors import TreeTensors
 from specdeft.trees.token_tree import TokenTree
 
 PREFILL_CHUNK_TOKENS = 512
+# A GPU is kept busy by more rows, and the host launches fewer of them.
+PREFILL_CHUNK_TOKENS_CUDA = 2048
 PAGE_SIZE_TOKENS = 128
 
 
@@ -68,6 +70,12 @@ class Engine:
     heads: MedusaHeads | None
     kernels: KernelChoice
     cuda_graphs: bool = False
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Most tokens of a prompt that one forward reads."""
+        on_cuda = self.target.device.type == "cuda"
+        return PREFILL_CHUNK_TOKENS_CUDA if on_cuda else PREFILL_CHUNK_TOKENS
 
     def new_cache(self, capacity: int) -> KVTree:
         """A cache for one sequence of ``capacity`` tokens, drafted ones included."""
@@ -126,7 +134,7 @@ class Engine:
         The KV tree's own count is advanced. Returns logits and hidden state of the last token.
         """
         (sequence,) = batch.sequences
-        for chunk in tokens.split(PREFILL_CHUNK_TOKENS):
+        for chunk in tokens.split(self.chunk_tokens):
             start, num_new = cache.length(sequence), len(chunk)
             output = self.target.forward(
                 chunk[None],

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from specdeft.engine import PREFILL_CHUNK_TOKENS, Engine
+from specdeft.engine import Engine
 from specdeft.kv_tree import KVTree
 
 DEFAULT_KV_FRACTION = 0.9
@@ -87,7 +87,7 @@ def _scratch_bytes(engine: Engine, num_rows: int, is_greedy: bool) -> int:
     """Activations of the wider of a step and a prompt chunk, and a step's logits."""
     target = engine.target
     inner = int(getattr(target.config, "intermediate_size", 0) or 4 * target.hidden_size)
-    rows = max(num_rows, PREFILL_CHUNK_TOKENS)
+    rows = max(num_rows, engine.chunk_tokens)
     activations = rows * (6 * target.hidden_size + 4 * inner) * target.dtype.itemsize
     # Scores, noise and their sum in float32 where tokens are drawn.
     logits = num_rows * target.vocab_size * (target.dtype.itemsize + (0 if is_greedy else 12))
