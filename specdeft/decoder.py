@@ -315,11 +315,27 @@ class SpecDecoder:
         return self._engine.target.device
 
     def compare(
-        self, speculative: GenerationResult, plain: GenerationResult, config: GenerationConfig
+        self,
+        speculative: GenerationResult,
+        plain: GenerationResult,
+        config: GenerationConfig,
+        *,
+        sequence: int = 0,
     ) -> IdentityReport:
-        """Whether two results of one prompt are the same text, and if not, by how much."""
+        """Whether two results of one prompt are the same text, and if not, by how much.
+
+        Args:
+            speculative, plain: the results.
+            config: both requests'.
+            sequence: the number both were sampled with: a prompt's place in its list.
+        """
         return compare(
-            self._engine, speculative.prompt_ids, speculative.token_ids, plain.token_ids, config
+            self._engine,
+            speculative.prompt_ids,
+            speculative.token_ids,
+            plain.token_ids,
+            config,
+            sequence,
         )
 
     @property

@@ -72,8 +72,10 @@ def compare(
     speculative_ids: tuple[int, ...],
     plain_ids: tuple[int, ...],
     config: GenerationConfig,
+    sequence: int = 0,
 ) -> IdentityReport:
-    """Compare the ids of two generations of one prompt; a difference is examined."""
+    """Compare the ids of two generations of one prompt; a difference is examined. ``sequence`` is
+    the number both were sampled with."""
     dtype = str(engine.target.dtype).removeprefix("torch.")
     if speculative_ids == plain_ids:
         count = len(speculative_ids)
@@ -81,7 +83,7 @@ def compare(
     pairs = zip(speculative_ids, plain_ids, strict=False)
     shorter = min(len(speculative_ids), len(plain_ids))
     first = next((index for index, (a, b) in enumerate(pairs) if a != b), shorter)
-    distance = distance_from_choice_ulp(engine, prompt_ids, speculative_ids, config)
+    distance = distance_from_choice_ulp(engine, prompt_ids, speculative_ids, config, sequence)
     exact = int((distance == 0).sum())
     near = int((distance <= NEAR_TIE_ULP).sum()) - exact
     worst = float(distance.max()) if len(distance) else 0.0
@@ -94,6 +96,7 @@ def distance_from_choice_ulp(
     prompt_ids: tuple[int, ...],
     token_ids: tuple[int, ...],
     config: GenerationConfig,
+    sequence: int = 0,
 ) -> Tensor:
     """How far the target's choice lies above each token, [len(token_ids)] float32 in ulp.
 
@@ -103,7 +106,7 @@ def distance_from_choice_ulp(
     logits = _forced_logits(engine, [*prompt_ids, *token_ids[:-1]], len(token_ids)).float()
     scores = logits
     if not config.is_greedy:
-        key = noise_keys(config.seed, torch.zeros(1, dtype=torch.int64)).to(logits.device)
+        key = noise_keys(config.seed, torch.tensor([sequence])).to(logits.device)
         positions = torch.arange(len(token_ids), device=logits.device) + len(prompt_ids)
         noise = gumbel_noise(key, positions[None], logits.shape[-1])[0]
         scores = restrict(logits / config.temperature, config.top_k, config.top_p) + noise

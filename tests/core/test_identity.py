@@ -32,6 +32,8 @@ def test_a_plain_text_is_the_targets_own_choice_throughout(
     distance = distance_from_choice_ulp(decoder.engine, PROMPT, plain, config)
     assert distance.shape == (20,)
     assert bool((distance == 0).all())
+    third = decoder.generate(list(PROMPT), config=config, sequence=3).token_ids
+    assert bool((distance_from_choice_ulp(decoder.engine, PROMPT, third, config, 3) == 0).all())
     report = compare(decoder.engine, PROMPT, plain, plain, config)
     assert (report.tier, report.passed, report.first_difference) == ("exact", True, None)
     assert report.describe() == "identical to plain decoding: yes, token for token"
