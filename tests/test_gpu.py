@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from specdeft.bench.random_model import random_model
+from specdeft.bench.random_model import random_heads, random_model
+from specdeft.config import GenerationConfig
 from specdeft.decoder import SpecDecoder
 from specdeft.graphs import StepGraphs
 from specdeft.heads.medusa import HeadsConfig, MedusaHeads
@@ -173,6 +174,25 @@ def test_a_graph_keeps_the_tree_it_was_captured_with() -> None:
     junk = [torch.full((size,), 1 << 40, device="cuda") for size in (1, 2, 8, 64, 512) * 50]
     assert decoder.plain(prompt_ids(9), max_new_tokens=30).token_ids == first.token_ids
     assert len(junk) == 250
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("compile", [False, True])
+def test_sixteen_bit_text_passes_the_tiers(dtype: torch.dtype, compile: bool) -> None:
+    """A model whose text is decided by far: other kernels for one row and for many do not show."""
+    model, tokenizer = random_model("random:llama-tiny", dtype, torch.device("cuda"))
+    decoder = SpecDecoder(
+        model, tokenizer, random_heads(model), tree="deft-32", lookup="off", compile=compile
+    )
+    for temperature in (0.0, 0.5):
+        config = GenerationConfig(max_new_tokens=60, ignore_eos=True, temperature=temperature)
+        prompts = [torch.tensor(prompt) for prompt in batch_prompts()]
+        plain = [
+            decoder.plain(prompt, config=config, sequence=row) for row, prompt in enumerate(prompts)
+        ]
+        results = decoder.generate(prompts, config=config)
+        for row, (result, wanted) in enumerate(zip(results, plain, strict=True)):
+            assert decoder.compare(result, wanted, config, sequence=row).passed
 
 
 # ---- faults
