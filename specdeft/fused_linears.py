@@ -4,8 +4,8 @@ At one tree token a product is bound by reading its weights, and a small one (k 
 model) is over before the memory is busy. q, k and v read the same rows, and so do gate and up:
 their weights are moved into one tensor once, of which each module keeps its own rows. So the stock
 model is unchanged in value, in memory and in use; only inside `FusedLinears.installed` do the
-siblings answer from one product, and layers of 16-bit weights from `kernels.skinny_linear` where
-that is the faster one.
+siblings answer from one product, and layers of 16-bit weights from `kernels.one_row_linear`
+where that is the faster one.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,8 @@ class _Group:
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self.layers = tuple(layers)
         self._sizes = [layer.out_features for layer in layers]
-        self._pending: list[Tensor] = []
+        # A tuple: older compilers cannot follow a list that is kept here and popped.
+        self._pending: tuple[Tensor, ...] = ()
         self._join()
 
     def _join(self) -> None:
@@ -54,12 +55,14 @@ class _Group:
     def first(self, x: Tensor) -> Tensor:
         """The product of all; the later siblings take theirs from it."""
         out = project(x, self._weight, self._bias)
-        mine, *self._pending = out.split(self._sizes, dim=-1)
-        return cast(Tensor, mine)
+        parts = out.split(self._sizes, dim=-1)
+        self._pending = parts[1:]
+        return cast(Tensor, parts[0])
 
     def later(self, _x: Tensor) -> Tensor:
         """The next sibling's part."""
-        return self._pending.pop(0)
+        mine, self._pending = self._pending[0], self._pending[1:]
+        return mine
 
 
 class _Single:
@@ -117,7 +120,7 @@ class FusedLinears:
             yield
         finally:
             for group in self._groups:
-                group._pending = []
+                group._pending = ()
                 for layer in group.layers:
                     del layer.__dict__["forward"]
             for single in self._singles:
@@ -133,26 +136,26 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if tile is None:
         product: Tensor = linear(x, weight, bias)
         return product
-    return cast(Tensor, skinny_op(x, weight, *tile))
+    return cast(Tensor, one_row_op(x, weight, *tile))
 
 
 def _is_for_our_kernel(weight: Tensor) -> bool:
     return weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16)
 
 
-@torch_library.custom_op("specdeft::skinny_linear", mutates_args=())
-def skinny_op(
-    x: Tensor, weight: Tensor, rows: int, outputs: int, block: int, num_warps: int, num_stages: int
+@torch_library.custom_op("specdeft::one_row_linear", mutates_args=())
+def one_row_op(
+    x: Tensor, weight: Tensor, outputs: int, block: int, num_warps: int, num_stages: int
 ) -> Tensor:
-    """`skinny_linear` of x [..., K], as one node of a compiled graph."""
-    from specdeft.kernels.skinny_linear import skinny_linear  # needs triton
+    """`one_row_linear` of x [..., K] with one row, as one node of a compiled graph."""
+    from specdeft.kernels.one_row_linear import one_row_linear  # needs triton
 
-    tile = LinearTile(rows, outputs, block, num_warps, num_stages)
-    out = skinny_linear(x.reshape(-1, x.shape[-1]), weight, tile)
+    tile = LinearTile(outputs, block, num_warps, num_stages)
+    out = one_row_linear(x.reshape(1, x.shape[-1]), weight, tile)
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
-@skinny_op.register_fake
+@one_row_op.register_fake
 def _(x: Tensor, weight: Tensor, *_tile: int) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 

@@ -5,6 +5,7 @@ one sampler, one KV tree) and a ring of pinned outboxes: after every replay the 
 copied out asynchronously, and the host reads them one step late, while the next step runs.
 """
 
+import threading
 import warnings
 from collections import deque
 from collections.abc import Sequence
@@ -20,6 +21,10 @@ from specdeft.tree_tensors import TreeTensors
 
 RING_SIZE = 4  # outboxes: more than the steps in flight
 SMALLEST_BUCKET_TOKENS = 1024
+
+
+# Beginning a capture waits for the device, which is refused while another thread captures.
+_capturing = threading.Lock()
 
 
 class _Key(NamedTuple):

