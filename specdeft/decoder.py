@@ -23,6 +23,7 @@ from specdeft.prompt import Prompt, encode_prompt
 from specdeft.reply import Reply
 from specdeft.result import GenerationResult
 from specdeft.run_state import Request, RunStates
+from specdeft.step_trees import StepTrees
 from specdeft.stream import Stream, Turn
 from specdeft.text import TextAssembler
 from specdeft.tree_choice import TreeChoice
@@ -387,10 +388,17 @@ class SpecDecoder:
             )
             for request in requests
         ]
+        trees = StepTrees(
+            choice,
+            [len(request.prompt_ids) for request in requests],
+            [request.budget for request in requests],
+            config.temperature,
+            whole=self._engine.cuda_graphs,
+        )
         return Generation(
             replies,
-            self._states.fresh(requests, config, choice.tree),
-            trees=choice.whole if self._engine.cuda_graphs else choice.for_budget,
+            self._states.fresh(requests, config, trees.largest),
+            trees=trees,
             clock=self._clock,
         )
 

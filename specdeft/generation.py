@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from specdeft.reply import Reply
 from specdeft.result import GenerationResult
 from specdeft.run_state import RunState
-from specdeft.tree_tensors import TreeTensors
+from specdeft.step_trees import StepTrees
 
 
 class Generation:
@@ -20,7 +20,7 @@ class Generation:
         replies: Sequence[Reply],
         state: RunState,
         *,
-        trees: Callable[[int], TreeTensors],
+        trees: StepTrees,
         clock: Callable[[], float],
     ) -> None:
         """Args: the replies, one per sequence of the state; the tree of a step by the most tokens
@@ -58,7 +58,9 @@ class Generation:
         while going:
             while stepper.num_pending <= stepper.lead:
                 self._launch()
-            for row, token_ids in enumerate(stepper.collect()):
+            emitted = stepper.collect()
+            self._trees.observe(sum(len(emitted[row]) for row in going) / len(going))
+            for row, token_ids in enumerate(emitted):
                 if row in going:
                     going[row].go_on(token_ids)
             self._retire(going, started)

@@ -31,7 +31,8 @@ from specdeft.user_cache import cache_root, tell
 LEAST_ROUNDS, MOST_ROUNDS = 5, 40
 ROUND_BUDGET_S = 0.2  # of steps of one size; short steps are timed more often
 STEPS_IN_A_ROW = 8  # replayed graphs: the host reads a step late, so it must not wait for each
-CONTEXTS = (256, 1024, 4096, 16384, 65536)
+CONTEXTS = (1024, 4096, 16384, 65536)
+MOST_READ_TOKENS = 256  # of a stand-in text; the rest of the context is empty cache
 
 
 class Place(NamedTuple):
@@ -42,9 +43,11 @@ class Place(NamedTuple):
 
     @classmethod
     def around(cls, num_context: int, num_sequences: int = 1) -> "Place":
-        """The place that stands for a context: the smallest of a few that holds it."""
+        """The place that stands for a context and a batch: the smallest of a few that holds them;
+        batches are rounded up to powers of two."""
         fitting = [context for context in CONTEXTS if context >= num_context]
-        return cls(fitting[0] if fitting else CONTEXTS[-1], num_sequences)
+        rounded = 1 << max(num_sequences - 1, 0).bit_length()
+        return cls(fitting[0] if fitting else CONTEXTS[-1], rounded)
 
 
 USUAL_PLACE = Place()
@@ -100,16 +103,18 @@ class _Stand:
         in_a_row = STEPS_IN_A_ROW if engine.cuda_graphs else 1
         room = max(trees) + in_a_row * num_levels
         num_context = min(place.num_context, max(engine.target.max_context - room, 1))
-        cache = engine.new_cache(num_context + room)
-        sequence = cache.open()
-        cache.reserve(sequence, cache.capacity)
-        batch = Batch.empty(engine.target, cache, (sequence,), num_levels)
-        sampler = Sampler.build(GenerationConfig(), (0,), engine.target.device)
+        cache = engine.new_cache_for([num_context + room] * place.num_sequences)
+        sequences = tuple(cache.open() for _ in range(place.num_sequences))
+        for sequence in sequences:
+            cache.reserve(sequence, num_context + room)
+        batch = Batch.empty(engine.target, cache, sequences, num_levels)
+        sampler = Sampler.build(GenerationConfig(), (0,) * len(sequences), engine.target.device)
         generator = torch.Generator().manual_seed(0)
-        num_read = min(num_context, CONTEXTS[0])
+        num_read = min(num_context, MOST_READ_TOKENS)
         prompt = torch.randint(engine.target.vocab_size, (num_read,), generator=generator)
-        engine.prefill(cache, batch, prompt.to(engine.target.device), sampler)
-        cache.advance(sequence, num_context - num_read)
+        for row, sequence in enumerate(sequences):
+            engine.prefill(cache, batch.row(row), prompt.to(engine.target.device), sampler.row(row))
+            cache.advance(sequence, num_context - num_read)
         run = _runner(engine, cache, batch, sampler, num_context + room)
         return cls(batch, num_context, run, in_a_row)
 
@@ -160,13 +165,11 @@ def cached_step_ms(
     A file that cannot be read is measured again and replaced; one that cannot be written is not
     kept: the times are a help, not a result.
     """
-    key = _key(engine, trees, place)
-    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
-    path = cache_root() / "step_cost" / f"{digest}.json"
-    known = _read(path)
-    # A file that somebody or some fault changed is measured again.
-    if known.keys() == trees.keys() and all(0 < ms < math.inf for ms in known.values()):
+    known = known_step_ms(engine, trees, place)
+    if known:
         return known
+    key = _key(engine, trees, place)
+    path = _path(key)
     tell("measuring the step time of tree sizes on this device (some seconds, then remembered)")
     step_ms = measure_step_ms(engine, trees, clock, place)
     try:
@@ -175,6 +178,19 @@ def cached_step_ms(
     except OSError:
         pass
     return step_ms
+
+
+def known_step_ms(engine: Engine, trees: Mapping[int, TokenTree], place: Place) -> dict[int, float]:
+    """The times that `cached_step_ms` would read; none where it would measure."""
+    known = _read(_path(_key(engine, trees, place)))
+    # A file that somebody or some fault changed is measured again.
+    is_whole = known.keys() == trees.keys() and all(0 < ms < math.inf for ms in known.values())
+    return known if is_whole else {}
+
+
+def _path(key: Mapping[str, str | int]) -> Path:
+    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+    return cache_root() / "step_cost" / f"{digest}.json"
 
 
 def _read(path: Path) -> dict[int, float]:

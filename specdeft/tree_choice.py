@@ -1,11 +1,11 @@
 """Which token tree a decoder uses: what was asked for, or the size that pays on this device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import NamedTuple
 
 from specdeft.engine import Engine
-from specdeft.step_cost import Place, cached_step_ms
+from specdeft.step_cost import USUAL_PLACE, Place, cached_step_ms, known_step_ms
 from specdeft.tree_tensors import TreeTensors
 from specdeft.trees.mixing import expected_mix
 from specdeft.trees.request import (
@@ -16,7 +16,7 @@ from specdeft.trees.request import (
     check_lookup,
     tree_of,
 )
-from specdeft.trees.search import ValuedPaths, choose_size
+from specdeft.trees.search import ValuedPaths, choose_size, replayed_tau
 from specdeft.trees.token_tree import TokenTree
 
 AUTO_SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -74,10 +74,16 @@ class TreeChoice:
             self._values = NOTHING if lookup == "off" else LOOKUP_ONLY
         self._clock = clock
         self._loaded: dict[TokenTree, TreeTensors] = {}
-        self._by_place: dict[Place, Chosen] = {}
+        self._by_size: dict[int, TokenTree] | None = None
+        self._chosen: dict[tuple[Place, float], Chosen] = {}
         self._asked = None if request == "auto" else self._of(request)
         if self._asked is not None:
             engine.load_tree(self._asked)
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the tree is chosen by measured step cost."""
+        return self._asked is None and self._values != NOTHING
 
     @cached_property
     def tree(self) -> TokenTree:
@@ -85,46 +91,70 @@ class TreeChoice:
         if self._asked is not None:
             self.report = f"tree of {self._asked.num_nodes} nodes, as asked"
             return self._asked
-        if self._values == NOTHING:
+        if not self.is_auto:
             self.report = "no draft heads and no lookup: plain decoding"
             return TokenTree.chain(0)
-        chosen = self.at(Place())
+        chosen = self.at(USUAL_PLACE)
         self.report = chosen.report
         return chosen.tree
 
     @property
     def expected_tau(self) -> float | None:
-        """Tokens a step expected of a tree that drafts, where what it is made of was measured."""
+        """Tokens a greedy step is expected to bring, where what the tree is made of was measured;
+        None for a tree that drafts nothing."""
         if self._values is None or self.tree.num_nodes == 1:
             return None
-        return expected_mix(self._values, self.tree)
+        return self._expected(self.tree, 0.0)
 
-    def at(self, place: Place) -> Chosen:
+    def at(self, place: Place, temperature: float = 0.0) -> Chosen:
         """What "auto" takes at a place; measures the step cost there the first time."""
-        if place not in self._by_place:
+        key = place, temperature
+        if key not in self._chosen:
             trees = self._sizes()
             step_ms = cached_step_ms(self._engine, trees, self._clock, place)
-            values = self._known_values()
-            expected = {size: expected_mix(values, tree) for size, tree in trees.items()}
+            expected = {size: self._expected(tree, temperature) for size, tree in trees.items()}
             size = choose_size(expected, step_ms)
-            self._by_place[place] = Chosen(trees[size], expected[size], step_ms[size], step_ms[1])
-        return self._by_place[place]
+            self._chosen[key] = Chosen(trees[size], expected[size], step_ms[size], step_ms[1])
+        return self._chosen[key]
 
-    def whole(self, _num_tokens_left: int) -> TreeTensors:
-        """The whole tree whatever is left: one graph serves to the end."""
-        return self._load(self.tree)
+    def is_known(self, place: Place) -> bool:
+        """Whether `at` answers without measuring."""
+        return any(known == place for known, _ in self._chosen) or bool(
+            known_step_ms(self._engine, self._sizes(), place)
+        )
 
-    def for_budget(self, num_tokens_left: int) -> TreeTensors:
-        """The tree without the levels that could only draft past the token budget."""
-        return self._load(self.tree.prune(min(self.tree.max_depth, max(num_tokens_left - 1, 0))))
-
-    def _load(self, tree: TokenTree) -> TreeTensors:
+    def load(self, tree: TokenTree) -> TreeTensors:
+        """The tree's tensors, made once."""
         if tree not in self._loaded:
             self._loaded[tree] = self._engine.load_tree(tree)
         return self._loaded[tree]
 
-    def _sizes(self) -> dict[int, TokenTree]:
+    def _expected(self, tree: TokenTree, temperature: float) -> float:
+        """By replay where the tree is one of those that were replayed, else by its values."""
+        values = self._known_values()
+        size = tree.num_nodes
+        if self._is_best(tree):
+            replayed = replayed_tau(
+                values, size, temperature=temperature, lookup=self._lookup != "off"
+            )
+            if replayed is not None:
+                return replayed
+        return expected_mix(values, tree)
+
+    def _is_best(self, tree: TokenTree) -> bool:
+        """Whether it is the best tree of its size by the values."""
+        try:
+            return tree == tree_of(tree.num_nodes, self._values, self._lookup)
+        except ValueError:  # larger than the values reach
+            return False
+
+    def _sizes(self) -> Mapping[int, TokenTree]:
         """The trees that "auto" chooses among, by size."""
+        if self._by_size is None:
+            self._by_size = self._best_of_sizes()
+        return self._by_size
+
+    def _best_of_sizes(self) -> dict[int, TokenTree]:
         values = self._known_values()
         most = 1 + len(values.paths) + (len(values.lookup) if self._lookup != "off" else 0)
         tried = AUTO_SIZES_COMPILED if self._engine.target.is_compiled else AUTO_SIZES
