@@ -25,6 +25,7 @@ from specdeft.bench.prompt_set import (
 from specdeft.bench.random_model import PREFIX, RANDOM_HEADS, random_heads, random_model
 from specdeft.bench.report import FORMATS
 from specdeft.bench.run_folder import RunFolder
+from specdeft.calibration_cache import cached_values
 from specdeft.config import GenerationConfig
 from specdeft.decoder import MAX_BATCH_SIZE, SpecDecoder
 from specdeft.default_model import DEFAULT_MODELS
@@ -364,12 +365,12 @@ def load(options: argparse.Namespace) -> Workbench:
         loaded = LoadedTarget(model, tokenizer, options.model)
     else:
         loaded = load_target(options.model, dtype=options.dtype, device=options.device)
-    found = _load_heads(options.heads, loaded)
+    heads, shipped = _load_heads(options.heads, loaded) or (None, None)
     return Workbench(
         loaded.model,
         loaded.tokenizer,
-        found.heads if found else None,
-        found.values if found else None,
+        heads,
+        cached_values(loaded.model, heads) or shipped,
         cuda_graphs=False if options.no_cuda_graphs else None,
         compile=options.compile,
         lookup=options.lookup,

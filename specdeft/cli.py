@@ -15,6 +15,7 @@ _COMMANDS = {
     "generate": ("specdeft.generate_command", "continue a prompt, streamed; --compare checks it"),
     "train": ("specdeft.train_command", "train draft heads for a model from its own text"),
     "export": ("specdeft.export_command", "write heads for vLLM, TGI, TensorRT-LLM, or to publish"),
+    "calibrate": ("specdeft.calibrate_command", "measure drafts and step times for --tree auto"),
     "tree": ("specdeft.tree_command", "draw token trees, find the best ones, compare them"),
     "bench": ("specdeft.bench.cli", "measure acceptance, identity and speed"),
 }

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdeft.attention import KernelChoice
+from specdeft.calibration_cache import cached_values
 from specdeft.config import GenerationConfig
 from specdeft.custom_generate import generate_rows
 from specdeft.engine import Engine
@@ -149,13 +150,14 @@ class SpecDecoder:
         """
         loaded = load_target(name, dtype=dtype, device=device, **model_arguments)
         found = load_heads(heads, loaded)
+        module, shipped = found or (None, None)
         return cls(
             loaded.model,
             loaded.tokenizer,
-            found.heads if found else None,
+            module,
             tree=tree,
             lookup=lookup,
-            tree_values=found.values if found else None,
+            tree_values=cached_values(loaded.model, module) or shipped,
             cuda_graphs=cuda_graphs,
             compile=compile,
             max_batch_size=max_batch_size,

@@ -159,6 +159,8 @@ def cached_step_ms(
     trees: Mapping[int, TokenTree],
     clock: Callable[[], float],
     place: Place = USUAL_PLACE,
+    *,
+    refresh: bool = False,
 ) -> dict[int, float]:
     """`measure_step_ms`, remembered for this model, heads, device and versions.
 
@@ -166,7 +168,7 @@ def cached_step_ms(
     kept: the times are a help, not a result.
     """
     known = known_step_ms(engine, trees, place)
-    if known:
+    if known and not refresh:
         return known
     key = _key(engine, trees, place)
     path = _path(key)

@@ -60,8 +60,11 @@ class TreeChoice:
         values: ValuedPaths | None,
         clock: Callable[[], float],
         lookup: LookupRequest = "auto",
+        *,
+        refresh: bool = False,
     ) -> None:
-        """Args as in `SpecDecoder`; ``values`` are the heads' rank paths by value, if known.
+        """Args as in `SpecDecoder`; ``values`` are the heads' rank paths by value, if known;
+        ``refresh`` measures step times that the cache holds already.
 
         Raises:
             ValueError: there is no such tree, or the heads cannot fill it.
@@ -71,8 +74,10 @@ class TreeChoice:
         self._lookup = check_lookup(lookup)
         self._values = values
         if engine.heads is None:
-            self._values = NOTHING if lookup == "off" else LOOKUP_ONLY
+            self._values = NOTHING if lookup == "off" else values or LOOKUP_ONLY
         self._clock = clock
+        self._refresh = refresh
+        self._step_ms: dict[Place, dict[int, float]] = {}
         self._loaded: dict[TokenTree, TreeTensors] = {}
         self._by_size: dict[int, TokenTree] | None = None
         self._chosen: dict[tuple[Place, float], Chosen] = {}
@@ -110,18 +115,23 @@ class TreeChoice:
         """What "auto" takes at a place; measures the step cost there the first time."""
         key = place, temperature
         if key not in self._chosen:
-            trees = self._sizes()
-            step_ms = cached_step_ms(self._engine, trees, self._clock, place)
+            trees, step_ms = self._sizes(), self.step_ms(place)
             expected = {size: self._expected(tree, temperature) for size, tree in trees.items()}
             size = choose_size(expected, step_ms)
             self._chosen[key] = Chosen(trees[size], expected[size], step_ms[size], step_ms[1])
         return self._chosen[key]
 
+    def step_ms(self, place: Place) -> dict[int, float]:
+        """Milliseconds of a step by the sizes that "auto" chooses among; measured once."""
+        if place not in self._step_ms:
+            self._step_ms[place] = cached_step_ms(
+                self._engine, self._sizes(), self._clock, place, refresh=self._refresh
+            )
+        return self._step_ms[place]
+
     def is_known(self, place: Place) -> bool:
         """Whether `at` answers without measuring."""
-        return any(known == place for known, _ in self._chosen) or bool(
-            known_step_ms(self._engine, self._sizes(), place)
-        )
+        return place in self._step_ms or bool(known_step_ms(self._engine, self._sizes(), place))
 
     def load(self, tree: TokenTree) -> TreeTensors:
         """The tree's tensors, made once."""

@@ -1,0 +1,233 @@
+"""`specdeft calibrate`: what drafts of this model bring and what steps cost on this device."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specdeft.default_model import DEFAULT_MODELS
+from specdeft.trees.options import Options
+
+if TYPE_CHECKING:
+    from specdeft.decoder import SpecDecoder
+    from specdeft.heads.documents import Documents
+    from specdeft.trees.search import ValuedPaths
+
+_BUILTIN = "builtin"
+_TEMPERATURES = (0.0, 0.7)
+
+
+_DESCRIPTION = """\
+Measure, for --tree auto, what drafts bring and what they cost. The model answers prompts, greedily
+and sampled, and its answers say how often each guess of the heads and of lookup comes true (tau:
+tokens a step, 1 is plain decoding). Then whole steps are timed by tree size. Both are kept in the
+cache for this model, heads, device and versions and used from then on; where one of these changes,
+it is measured again. The best tree has the most tokens per time.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's options."""
+    options = Options(
+        prog="specdeft calibrate",
+        description=_DESCRIPTION,
+        epilog="Examples:\n"
+        "  specdeft calibrate\n"
+        "  specdeft calibrate --prompts my_prompts.jsonl --contexts 1024,16384 --batches 1,8\n"
+        "  specdeft calibrate --model Qwen/Qwen3-0.6B --heads none\n"
+        "A line of a prompts file is an object with prompt (text), messages (a chat) or turns.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    options.add_argument("--model", default=next(iter(DEFAULT_MODELS)), help="name, id or folder")
+    options.add_argument("--heads", default="auto", help="folder of heads, auto, or none: lookup")
+    options.add_argument(
+        "--prompts",
+        default=_BUILTIN,
+        help="JSON Lines file with prompts like those the model will meet, or builtin",
+    )
+    options.add_argument("--num-prompts", type=int, metavar="N", help="the first N of them only")
+    options.add_argument("--max-new-tokens", type=int, default=192, metavar="N")
+    options.add_argument(
+        "--contexts", default="1024", help="context lengths to time steps at, commas"
+    )
+    options.add_argument("--batches", default="1", help="batch sizes to time steps at, commas")
+    options.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    options.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    options.add_argument("--compile", action="store_true", help="time compiled steps (CUDA)")
+    options.add_argument(
+        "--refresh", action="store_true", help="measure again what the cache holds already"
+    )
+    options.add_argument("--json", action="store_true", help="print one JSON document instead")
+    return options
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; bad input raises ValueError before any work."""
+    options = parser().parse_args(arguments)
+    contexts = _numbers(options.contexts, "contexts")
+    batches = _numbers(options.batches, "batches")
+    if options.max_new_tokens < 2:
+        raise ValueError(f"max_new_tokens is {options.max_new_tokens}: ask for at least 2")
+    prompts = read_prompts(options.prompts, options.num_prompts)
+
+    # Loading takes seconds: only after everything that can be refused without it.
+    from specdeft.calibration_cache import VALUES_FILE, cached_values, calibration_folder
+    from specdeft.decoder import SpecDecoder
+    from specdeft.heads.calibration import calibrate
+    from specdeft.step_cost import Place
+    from specdeft.tree_choice import TreeChoice
+
+    decoder = SpecDecoder.from_pretrained(
+        options.model,
+        heads=None if options.heads == "none" else options.heads,
+        dtype=options.dtype,
+        device=options.device,
+        tree="lookup-8",
+        compile=options.compile,
+    )
+    model, heads = decoder.model, decoder.heads
+    folder = calibration_folder(model, heads)
+    values = None if options.refresh else cached_values(model, heads)
+    if values is None:
+        _say(f"{options.model} answers {len(prompts)} prompts, greedily and sampled")
+        texts = answers(decoder, prompts, options.max_new_tokens)
+        folder.mkdir(parents=True, exist_ok=True)
+        calibrate(model, heads, texts, folder)
+        values = cached_values(model, heads)
+        assert values is not None
+    report: dict[str, Any] = {"values": str(folder / VALUES_FILE), "places": []}
+    choice = TreeChoice(decoder.engine, "auto", values, time.perf_counter, refresh=options.refresh)
+    for context in contexts:
+        for batch in batches:
+            place = Place.around(context, batch)
+            report["places"].append(_place_report(choice, values, place))
+    if options.json:
+        sys.stdout.write(json.dumps(report) + "\n")
+    else:
+        sys.stdout.write("\n".join(_text(place) for place in report["places"]))
+        _say(f"kept in {folder}")
+    return 0
+
+
+def read_prompts(source: str, num_prompts: int | None) -> list[Any]:
+    """Prompts as `SpecDecoder.generate` takes them.
+
+    Raises:
+        ValueError: the file is missing, empty or malformed (the line is named), or too short.
+    """
+    from specdeft.heads.calibration_texts import calibration_prompts
+
+    prompts = list(calibration_prompts()) if source == _BUILTIN else _read_file(Path(source))
+    if num_prompts is None:
+        return prompts
+    if not 1 <= num_prompts <= len(prompts):
+        raise ValueError(f"{num_prompts} prompts were asked for: give 1 to {len(prompts)}")
+    return prompts[:num_prompts]
+
+
+def _read_file(path: Path) -> list[Any]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"the prompts file {path} cannot be read ({error}): give a JSON Lines file or builtin"
+        ) from error
+    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not numbered:
+        raise ValueError(f"{path} holds no prompts: give one JSON object a line")
+    return [_read_line(line, f"{path}, line {number}") for number, line in numbered]
+
+
+def _read_line(line: str, where: str) -> Any:
+    try:
+        entry = json.loads(line)
+        if "turns" in entry:
+            content = entry["turns"][0]
+        else:
+            content = entry["messages"] if "messages" in entry else entry["prompt"]
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
+        raise ValueError(
+            f'{where} is no prompt: write an object, like {{"prompt": "Why is the sky blue?"}}'
+        ) from error
+    if not isinstance(content, str | list) or not content:
+        raise ValueError(f"{where} holds no text: give a prompt that is not empty")
+    return content
+
+
+def answers(decoder: "SpecDecoder", prompts: Sequence[Any], max_new_tokens: int) -> "Documents":
+    """The model's own answers, greedy and sampled; only they are counted, not the prompts."""
+    from specdeft.heads.documents import from_lists
+
+    ids, learn, temperatures = [], [], []
+    for temperature in _TEMPERATURES:
+        for result in decoder.generate(
+            list(prompts), max_new_tokens=max_new_tokens, temperature=temperature
+        ):
+            ids.append([*result.prompt_ids, *result.token_ids])
+            learn.append([False] * len(result.prompt_ids) + [True] * len(result.token_ids))
+            temperatures.append(temperature)
+    return from_lists(ids, learn, temperatures)
+
+
+def _place_report(choice: Any, values: "ValuedPaths", place: Any) -> dict[str, Any]:
+    """Sizes, what they bring and cost at a place, and what is taken at each temperature."""
+    from specdeft.trees.search import replayed_tau
+
+    step_ms = choice.step_ms(place)
+    rows = [
+        {
+            "num_nodes": size,
+            "step_ms": round(cost, 3),
+            "tau": {
+                f"{heat:g}": round(
+                    replayed_tau(values, size, temperature=heat, lookup=True) or 1.0, 3
+                )
+                for heat in _TEMPERATURES
+            },
+        }
+        for size, cost in step_ms.items()
+    ]
+    chosen = {f"{heat:g}": choice.at(place, heat).tree.num_nodes for heat in _TEMPERATURES}
+    return {
+        "num_context": place.num_context,
+        "num_sequences": place.num_sequences,
+        "sizes": rows,
+        "chosen": chosen,
+    }
+
+
+def _text(place: dict[str, Any]) -> str:
+    """A table of one place, the taken sizes marked."""
+    sequences = (
+        "1 sequence" if place["num_sequences"] == 1 else f"{place['num_sequences']} sequences"
+    )
+    lines = [
+        f"{sequences}, up to {place['num_context']} tokens; the tree that is taken has a *",
+        "nodes  step ms  tau T=0  speed-up   tau T=0.7  speed-up",
+    ]
+    plain_ms = place["sizes"][0]["step_ms"]
+    for row in place["sizes"]:
+        cells = [f"{row['num_nodes']:>5}  {row['step_ms']:>7.2f}"]
+        for heat, tau in row["tau"].items():
+            mark = "*" if place["chosen"][heat] == row["num_nodes"] else " "
+            cells.append(f"{tau:>7.2f}  {tau * plain_ms / row['step_ms']:>7.2f}x{mark}")
+        lines.append("  ".join(cells))
+    return "\n".join(lines) + "\n"
+
+
+def _numbers(text: str, name: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise ValueError(f"{name} are {text!r}: give whole numbers from 1 with commas, like 1,8")
+    return numbers
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"specdeft: {line}\n")
+    sys.stderr.flush()

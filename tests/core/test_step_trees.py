@@ -1,0 +1,94 @@
+"""The trees of one generation: as asked throughout; "auto" steps plainly where drafts are wrong."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdeft import SpecDecoder
+from specdeft.heads.medusa import HeadsConfig, MedusaHeads
+from specdeft.trees.search import ValuedPaths
+from specdeft.trees.token_tree import TokenTree
+from tests.core.tiny import VOCAB_SIZE, ByteTokenizer, prompt_ids, tiny_model
+
+# What these heads never achieve.
+PROMISED = ValuedPaths(((0,), (0, 0), (1,)), (0.9, 0.8, 0.1))
+NUM_TOKENS = 120
+
+
+class Charged:
+    """A model whose forwards are counted by rows and cost one unit and a part for every row."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, per_node: float) -> None:
+        self.model = tiny_model()
+        self.now, self.rows = 0.0, list[int]()
+        forward_of = type(self.model).forward
+
+        def charged(model: Any, *args: Any, **kwargs: Any) -> Any:
+            num_rows = kwargs["input_ids"].shape[1]
+            self.now += 1.0 + per_node * num_rows
+            self.rows.append(num_rows)
+            return forward_of(model, *args, **kwargs)
+
+        monkeypatch.setattr(type(self.model), "forward", charged)
+
+    def decoder(self, tree: Any = "auto", **settings: Any) -> SpecDecoder:
+        torch.manual_seed(1)
+        heads = MedusaHeads(HeadsConfig(2, 1, 64, VOCAB_SIZE, output="own"))
+        with torch.no_grad():
+            for parameter in heads.parameters():
+                parameter.normal_()
+        return SpecDecoder(
+            self.model,
+            ByteTokenizer(),
+            heads,
+            tree=tree,
+            tree_values=PROMISED,
+            clock=lambda: self.now,
+            **settings,
+        )
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECDEFT_CACHE", str(tmp_path))
+
+
+def test_auto_steps_plainly_where_no_guess_comes_true(monkeypatch: pytest.MonkeyPatch) -> None:
+    charged = Charged(monkeypatch, per_node=0.2)
+    decoder = charged.decoder()
+    assert decoder.tree.num_nodes > 1  # the promise pays
+    asked = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 5.0, "seed": 3}
+    plain = decoder.plain(prompt_ids(9), **asked)
+    charged.rows.clear()
+    began = charged.now
+    result = decoder.generate(prompt_ids(9), **asked)
+    assert result.token_ids == plain.token_ids
+    steps = charged.rows[1:]  # without the prompt
+    drafted = sum(rows > 1 for rows in steps)
+    assert 0 < drafted < 0.2 * len(steps)
+    plain_cost = 1.0 + 0.2
+    assert charged.now - began <= 1.05 * plain_cost * NUM_TOKENS + 1.0 + 0.2 * 9
+
+
+def test_a_tree_that_was_asked_for_is_used_throughout(monkeypatch: pytest.MonkeyPatch) -> None:
+    charged = Charged(monkeypatch, per_node=0.2)
+    decoder = charged.decoder(tree=TokenTree.chain(2))
+    charged.rows.clear()
+    decoder.generate(
+        prompt_ids(9), max_new_tokens=NUM_TOKENS, ignore_eos=True, temperature=5.0, seed=3
+    )
+    # The last steps are cut to what is still wanted.
+    assert set(charged.rows[1:-2]) == {3}
+
+
+def test_batches_are_paced_together_and_stay_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    charged = Charged(monkeypatch, per_node=0.2)
+    decoder = charged.decoder()
+    prompts = [prompt_ids(5, seed) for seed in range(3)]
+    asked = {"max_new_tokens": 40, "ignore_eos": True, "temperature": 2.0, "seed": 3}
+    together = decoder.generate(prompts, **asked)
+    for row, (prompt, result) in enumerate(zip(prompts, together, strict=True)):
+        alone = decoder.plain(prompt, sequence=row, **asked)
+        assert result.token_ids == alone.token_ids
