@@ -107,7 +107,7 @@ def test_rows_that_ended_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> No
         return forward(self, *args, **kwargs)
 
     monkeypatch.setattr(type(model), "forward", counted)
-    results = SpecDecoder(model, ByteTokenizer()).generate(
+    results = SpecDecoder(model, ByteTokenizer(), lookup="off").generate(
         [torch.tensor(prompt) for prompt in prompts], max_new_tokens=30, eos_token_ids=(ids[0][4],)
     )
     steps = sorted(result.stats.num_steps for result in results)
