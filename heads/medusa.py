@@ -65,11 +65,14 @@ class HeadsConfig:
         sizes = ("hidden_size", "vocab_size", "draft_vocab_size", "cell_size")
         for name in ("num_heads", "num_layers", *sizes):
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or value > _MOST):
+            absent = value is None and name in ("draft_vocab_size", "cell_size")
+            if not absent and (type(value) is not int or value > _MOST):
                 raise ValueError(f"{name} is {value!r}: give a whole number up to {_MOST}.")
         for name in ("token_input", "projection", "sequential"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}: give true or false.")
+        if not isinstance(self.base_model, str):
+            raise ValueError(f"base_model is {self.base_model!r}: give a name or an empty text.")
         for name in ("num_heads", "hidden_size", "vocab_size", "cell_size"):
             value = getattr(self, name)
             if value is not None and value < 1:

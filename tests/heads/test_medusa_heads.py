@@ -138,6 +138,11 @@ def test_token_input_needs_the_embedding() -> None:
     "changes",
     [
         {"num_heads": 0},
+        {"num_heads": None},
+        {"num_layers": None},
+        {"hidden_size": None},
+        {"vocab_size": None},
+        {"base_model": 5},
         {"num_layers": -1},
         {"output": "tied"},
         {"output": "reduced"},
