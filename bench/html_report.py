@@ -30,7 +30,7 @@ th, td { padding: 5px 10px; border-bottom: 1px solid var(--rule); text-align: le
 th { color: var(--soft); font-weight: 600; white-space: normal; vertical-align: bottom; }
 .right { text-align: right; }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 360px), 1fr));
-  grid-auto-flow: dense; gap: 16px; margin-top: 12px; }
+  grid-auto-flow: dense; align-items: start; gap: 16px; margin-top: 12px; }
 figure { margin: 0; padding: 12px; background: var(--card); border-radius: 8px; min-width: 0; }
 figcaption { font-weight: 600; margin-bottom: 8px; overflow-wrap: anywhere; }
 svg { display: block; width: 100%; height: auto; font-size: 12px; }

@@ -5,13 +5,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from specdeft.bench.batches import BatchResult, batch_figures
-from specdeft.bench.charts import BarChart, Chart, LineChart, cumulative
+from specdeft.bench.latency_charts import batch_charts, latency_charts
 from specdeft.bench.latency_measure import RowResult
 from specdeft.bench.metrics import (
     Run,
     acceptance,
     decode_throughput,
-    emission_gaps_ms,
     is_looping,
     known_values,
     latency,
@@ -170,7 +169,7 @@ def make_report(
         ),
         remarks=tuple(remarks),
         data={"manifest": manifest, "rows": found, "batches": in_batches},
-        charts=(*latency_charts(measured, found, lossy=lossy), *_batch_charts(in_batches)),
+        charts=(*latency_charts(measured, found, lossy=lossy), *batch_charts(in_batches)),
     )
 
 
@@ -340,19 +339,6 @@ def _batch_table(found: Sequence[dict[str, Any]]) -> Table:
     return Table("Batches (end to end)", (*columns, "x plain (whole)", "identical"), rows)
 
 
-def _batch_charts(found: Sequence[dict[str, Any]]) -> list[Chart]:
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for figure in found:
-        if "output_throughput" in figure:
-            point = (float(figure["batch_size"]), figure["output_throughput"])
-            lines.setdefault(figure["row"], []).append(point)
-    if not any(len(line) > 1 for line in lines.values()):
-        return []
-    lines = {name: sorted(line) for name, line in lines.items()}
-    title = "Speed against batch size"
-    return [LineChart(title, "sequences", "tokens/s of all", lines, is_log_x=True)]
-
-
 def _phase_table(found: Sequence[dict[str, Any]]) -> Table:
     rows = [
         (
@@ -383,70 +369,3 @@ def _kv_table(found: Sequence[dict[str, Any]]) -> Table:
     ]
     columns = ("row", "context", "KV read MiB/step", "x less than per path", "GPU peak MiB")
     return Table("Memory (KV reads are analytic)", columns, tuple(rows))
-
-
-def latency_charts(
-    measured: Sequence[RowResult], found: Sequence[dict[str, Any]], *, lossy: bool
-) -> tuple[Chart, ...]:
-    """Speed by row, tree size and context, the gaps a reader sees, and the phases of a step."""
-    shown = [
-        (row, figure) for row, figure in zip(measured, found, strict=True) if row.has_speed or lossy
-    ]
-    charts: list[Chart] = [
-        BarChart(
-            "Speed",
-            "tokens/s, median over prompts, end to end",
-            ("tokens/s",),
-            {row.label: [figure["median_tokens_per_second"]] for row, figure in shown},
-        ),
-        LineChart(
-            "Gaps between emissions",
-            "ms",
-            "share of gaps up to it",
-            {
-                row.label: cumulative(
-                    [gap for run in row.all_runs for gap in emission_gaps_ms(run)]
-                )
-                for row, _ in shown
-            },
-        ),
-    ]
-    sizes: dict[str, list[tuple[float, float]]] = {}
-    for row, figure in shown:
-        if row.is_ours and "(" not in row.name and figure["decode_throughput"]:
-            point = (float(figure["num_nodes"]), figure["decode_throughput"])
-            sizes.setdefault(f"T = {row.temperature:g}", []).append(point)
-    if max(map(len, sizes.values()), default=0) > 2:
-        lines = {name: sorted(points) for name, points in sizes.items()}
-        charts.append(
-            LineChart("Speed against tree size", "nodes", "tokens/s", lines, is_log_x=True)
-        )
-    charts += _context_charts(shown)
-    phases = {row.label: figure["phases_ms"] for row, figure in shown if figure["phases_ms"]}
-    if phases:
-        charts.append(
-            BarChart(
-                "Phases of a step",
-                "ms, measured apart",
-                StepPhases._fields,
-                {
-                    name: [known[part] for part in StepPhases._fields]
-                    for name, known in phases.items()
-                },
-            )
-        )
-    return tuple(charts)
-
-
-def _context_charts(shown: Sequence[tuple[RowResult, dict[str, Any]]]) -> list[Chart]:
-    """Speed against the prompt's length, where random prompts of several lengths were asked for."""
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for row, figure in shown:
-        for kind, known in figure["by_kind"].items():
-            length, _, unit = kind.partition(" ")
-            if unit == "tokens" and length.isdecimal() and known["decode_throughput"]:
-                lines.setdefault(row.label, []).append((float(length), known["decode_throughput"]))
-    if not any(len(line) > 1 for line in lines.values()):
-        return []
-    title = "Speed against context"
-    return [LineChart(title, "prompt tokens", "decode tokens/s", lines, is_log_x=True)]

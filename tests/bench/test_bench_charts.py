@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from specdeft.bench import plots
+from specdeft.bench import latency_charts, plots
 from specdeft.bench.charts import BarChart, Chart, HeatMap, LineChart, TreeChart, cumulative, ticks
 from specdeft.bench.html_report import as_html
 from specdeft.bench.report import Report, Table
@@ -99,6 +99,13 @@ def test_names_of_a_legend_do_not_touch_and_a_second_round_of_colours_is_told_ap
     kinds = [mark.attrib["class"] for mark in marks]
     assert len(set(kinds)) == 9
     assert kinds[6] == "hollow line0"
+
+
+def test_as_many_lines_as_can_be_told_apart():
+    names = [f"row {number}" for number in range(9)] + [f"random({n})" for n in range(9)]
+    kept = latency_charts._fewer({name: [(1.0, 1.0)] for name in names} | {"silent": []})
+    assert list(kept) == [*names[:9], "random(0)", "random(1)", "random(2)"]
+    assert len(latency_charts._fewer({f"{n}": [(1.0, 1.0)] for n in range(20)})) == 12
 
 
 def test_what_is_cut_is_marked():

@@ -151,6 +151,8 @@ def test_a_sweep_of_temperatures_compares_each_with_its_own_plain(bench, prompts
     assert "speedup_over_transformers" in rows[2]
     assert "speedup_over_transformers" not in rows[4]
     assert rows[2]["requests"] != rows[4]["requests"]
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert all(f"Gaps between emissions, T = {t}" in page for t in ("0", "0.7"))
     # Taken up again, nothing is run twice and nothing is mixed up.
     bench.model.forward = None
     assert cli.main([*arguments[:-4], *arguments[-4:]]) == 0
