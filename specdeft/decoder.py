@@ -300,7 +300,8 @@ class SpecDecoder:
         settings = {"max_new_tokens": 2, "temperature": temperature, "ignore_eos": True}
         # The largest first: what comes later fits the memory that it took.
         for bucket in reversed(context_buckets(num_tokens)):
-            for tree in (self.tree, TokenTree.chain(0)):
+            drafting = self._choice.tree_at(min(bucket, num_tokens), batch_size, temperature)
+            for tree in (drafting, TokenTree.chain(0)):
                 # A step's graph serves up to its bucket's end: just below it, nothing is left out.
                 beyond = 2 + 2 * (tree.max_depth + 1)
                 length = max(min(bucket, num_tokens) - beyond, 1)

@@ -121,6 +121,12 @@ class TreeChoice:
             self._chosen[key] = Chosen(trees[size], expected[size], step_ms[size], step_ms[1])
         return self._chosen[key]
 
+    def tree_at(self, num_context: int, num_sequences: int, temperature: float) -> TokenTree:
+        """The tree of a generation that starts with such a context and batch."""
+        if not self.is_auto:
+            return self.tree
+        return self.at(Place.around(num_context, num_sequences), temperature).tree
+
     def step_ms(self, place: Place) -> dict[int, float]:
         """Milliseconds of a step by the sizes that "auto" chooses among; measured once."""
         if place not in self._step_ms:

@@ -70,6 +70,24 @@ def test_speculative_equals_plain_and_the_cpu(family: str, cuda_graphs: bool) ->
                 assert result.stats.tau > len(path) * 0.8
 
 
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+@pytest.mark.parametrize("num_lookup", [1, 5, 24])
+def test_lookup_chains_equal_plain(num_lookup: int, cuda_graphs: bool) -> None:
+    model = on_gpu("llama")
+    tree = TokenTree.chain(0).with_lookup(num_lookup)
+    decoder = SpecDecoder(model, ByteTokenizer(), tree=tree, cuda_graphs=cuda_graphs)
+    half = prompt_ids(30)
+    prompts = [torch.tensor(prompt) for prompt in (half + half, half[:7], half[:1])]
+    taus = []
+    for settings in SETTINGS:
+        request = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, **settings}
+        results = decoder.generate(prompts, **request)
+        for row, (prompt, result) in enumerate(zip(prompts, results, strict=True)):
+            assert result.token_ids == decoder.plain(prompt, sequence=row, **request).token_ids
+            taus.append(result.stats.tau)
+    assert max(taus) > 1.0
+
+
 def test_a_model_that_no_graph_holds_is_named() -> None:
     model = on_gpu("gpt-oss")
     with pytest.raises(ValueError, match=r"GptOssForCausalLM cannot be captured .*cuda_graphs=Fa"):
