@@ -8,11 +8,16 @@ from pathlib import Path
 import pytest
 
 import specdeft
-from specdeft import cli, export_command, generate_command
+from specdeft import calibrate_command, cli, export_command, generate_command, tree_command
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PARSERS = {"export": export_command.parser, "generate": generate_command.parser}
+PARSERS = {
+    "calibrate": calibrate_command.parser,
+    "export": export_command.parser,
+    "generate": generate_command.parser,
+    "tree": tree_command.parser,
+}
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, flags=re.DOTALL)
 COMMANDS = [
     line.split("|")[-1].strip()
