@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from specdeft.batch import Batch
 from specdeft.kernels import cpu
 from specdeft.kv_tree import KVTree
 from specdeft.model import AttentionOptions, LayerAttention
 from specdeft.tree_tensors import TreeTensors
-from specdeft.trees.token_tree import TokenTree
 
 
 class KernelChoice(str, Enum):
@@ -55,7 +55,9 @@ def make_attention(
         return CpuAttention(cache, batch, num_new, tree)
     if max_context is None:
         max_context = max(cache.length(sequence) for sequence in batch.sequences)
-    return TritonAttention(cache, batch, num_new, tree, max_context)
+    begins = tree is None and max_context == 0
+    kind = FirstChunkAttention if begins else TritonAttention
+    return kind(cache, batch, num_new, tree, max_context)
 
 
 class CpuAttention:
@@ -124,7 +126,7 @@ class TritonAttention:
             "capacity": cache.page_size * batch.page_table.shape[1],
         }
         self._shape: dict[str, Any] = {
-            "mask_words": tree.mask_words if tree else _chain_words(num_new, device),
+            "mask_words": tree.mask_words if tree else chain_words(num_new, device),
             "depths": (tree.depths if tree else torch.arange(num_new, device=device)).int(),
             "max_context": max_context,
         }
@@ -141,7 +143,31 @@ class TritonAttention:
         return out
 
 
+class FirstChunkAttention(TritonAttention):
+    """The chunk a prompt begins with: nothing stands before it, so torch's fused causal attention
+    does in 16 bits; float32 and what that one does not compute stay with our kernels."""
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
+    ) -> Tensor:
+        """See `model.LayerAttention`."""
+        plain = options.window is None and options.softcap is None and options.sinks is None
+        if not plain or q.dtype == torch.float32:
+            return super().attend(layer, q, k, v, options)
+        self._store(k, v, self._cache.keys[layer], self._cache.values[layer], **self._place)
+        query, key, value = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        out: Tensor = scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=options.scale, enable_gqa=True
+        )
+        return out.transpose(1, 2)
+
+
 @lru_cache(maxsize=8)
-def _chain_words(num_tokens: int, device: torch.device) -> Tensor:
-    """A causal chunk is a tree without branches."""
-    return TokenTree.chain(num_tokens - 1).mask_words().to(device)
+def chain_words(num_tokens: int, device: torch.device) -> Tensor:
+    """Mask words int64 [N, ceil(N / 64)] of a causal chunk, a tree without branches: row i has the
+    bits 0 .. i. Made where they are used: a tree of a prompt's length takes the host long."""
+    token = torch.arange(num_tokens, device=device)[:, None]
+    first = 64 * torch.arange(-(-num_tokens // 64), device=device)
+    count = (token + 1 - first).clamp(0, 64)
+    # A shift by 64 is none at all: a full word is written as what it is.
+    return torch.where(count == 64, -1, (1 << count.clamp(max=63)) - 1)

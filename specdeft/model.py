@@ -194,8 +194,7 @@ class TargetModel:
                 f"{type(self.model).__name__} has no list of {self.shape.num_layers} layers that "
                 "could be compiled one by one: use compile=False"
             )
-        parts = [*layers, *_other_parts(self.model.base_model)]
-        self._compiled = [(part, compiled(part.forward)) for part in parts]
+        self._compiled = [(layer, compiled(layer.forward)) for layer in layers]
 
     def _tapped_forward(
         self, input_ids: Tensor, position_ids: Tensor, last_only: bool
@@ -253,17 +252,6 @@ def _exchanged(forwards: list[tuple[nn.Module, Callable[..., Any]]]) -> Iterator
     finally:
         for module, _forward in forwards:
             del module.__dict__["forward"]
-
-
-def _other_parts(base: nn.Module) -> list[nn.Module]:
-    """What of a model beside its layers is pointwise work: the last norm, the rotary angles."""
-    norm, rotary = getattr(base, "norm", None), getattr(base, "rotary_emb", None)
-    parts = [norm] if isinstance(norm, nn.Module) else []
-    # Frequencies that follow the length are decided on the host.
-    kind = getattr(rotary, "rope_type", "default")
-    if isinstance(rotary, nn.Module) and kind not in ("dynamic", "longrope"):
-        parts.append(rotary)
-    return parts
 
 
 def _kv_shape(config: Any) -> KVShape:
