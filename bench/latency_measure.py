@@ -117,7 +117,10 @@ def measure(
     results = [RowResult(row.name, row.is_ours, config.temperature, is_sweep) for row in rows]
     with progress(len(encoded) * sum(turns.values()), "latency") as done:
         if warm_up and not _is_complete(results, encoded, folder, turns):
-            _warm_up(rows, results, bench, config, list(encoded.values()))
+            _warm_up(rows, results, bench, config, list(encoded.values()), folder)
+        for result in results:
+            known = folder.get(f"cold|{result.label}")
+            result.cold_start_s = known["s"] if known else None
         for prompt_id, ids in encoded.items():
             for result in results:
                 result.runs.append([])
@@ -159,6 +162,7 @@ def _warm_up(
     bench: Workbench,
     config: GenerationConfig,
     encoded: Sequence[Sequence[int]],
+    folder: RunFolder,
 ) -> None:
     """The first call is timed apart. On a GPU every context bucket is visited in full length,
     the longest first, so that nothing is captured or compiled anew later; on a CPU a few tokens are
@@ -171,7 +175,8 @@ def _warm_up(
     for row, result in zip(rows, results, strict=True):
         began = bench.clock()
         row.run(*calls[0])
-        result.cold_start_s = bench.clock() - began
+        if folder.get(f"cold|{result.label}") is None:  # of a resumed run: its first start
+            folder.put(f"cold|{result.label}", {"s": bench.clock() - began})
         for call in calls[1:] or calls:
             row.run(*call)
 

@@ -286,6 +286,12 @@ def test_an_interrupted_run_goes_on_where_it_stopped(bench, prompts, capsys, tmp
     assert len(calls) == 12 - 4 + 4 + 2 * 8
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert all(row["num_requests"] == 2 for row in rows)
+    # A finished run says again what it said, the cold start included, and runs nothing.
+    calls.clear()
+    assert cli.main(arguments) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == rows
+    assert all(row["cold_start_s"] > 0 for row in rows)
+    assert calls == []
     assert (tmp_path / "run" / "records.jsonl").read_text().splitlines()[: len(kept)] == kept
 
 
