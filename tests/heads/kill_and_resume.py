@@ -17,11 +17,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
+from specdeft.heads.target import load_target
 from specdeft.heads.train import main as train
 
 PHASES = ("writing", "training")
@@ -47,7 +50,6 @@ def start(arguments: Sequence[str]) -> int:
         quiet = os.open(os.devnull, os.O_WRONLY)
         os.dup2(quiet, 1)
         os.dup2(quiet, 2)
-        torch.set_num_threads(1)
         os._exit(train(arguments))
     return process
 
@@ -108,6 +110,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     rng = random.Random(options.seed)
+    # Threads of torch do not survive a fork; what is imported here is imported once.
+    torch.set_num_threads(1)
+    load_target(str(options.model))
+    if find_spec("matplotlib") is not None:
+        import_module("matplotlib.backends.backend_agg")
     with tempfile.TemporaryDirectory() as name:
         folder, wrong = Path(name), 0
         seconds = timed_run(options.model, folder / "whole")
