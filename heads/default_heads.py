@@ -104,8 +104,8 @@ def answer_questions(target: Target, path: Path, max_new_tokens: int, limit: int
     turn = chat_turn(target)
     encoded = target.tokenizer([e["turns"][0] for e in entries], add_special_tokens=False)
     prompts = [[*turn.before, *ids, *turn.after] for ids in encoded.input_ids]
-    answers = [answers(target, prompts, max_new_tokens, heat) for heat in (0.0, 0.7)]
-    return Questions([e["category"] for e in entries], *answers)
+    answered = [answers(target, prompts, max_new_tokens, heat) for heat in (0.0, 0.7)]
+    return Questions([e["category"] for e in entries], *answered)
 
 
 def question_report(
