@@ -59,6 +59,11 @@ def time_rotated(call: Callable[[int], object], sets: int, *, replays: int = 20)
     return Timing(statistics.median(times), high - low)
 
 
+def time_once(call: Callable[[], object]) -> float:
+    """Microseconds of one call after a first one, launches included: an estimate, nothing more."""
+    return _event_us(call, repeats=1)
+
+
 def measure_ceilings(device: torch.device) -> Ceilings:
     """A 2 GiB copy and an 8192 x 8192 x 8192 product of random bf16, each the median of 10.
 

@@ -1,56 +1,158 @@
 """The comparison's own parts on the CPU: inputs, layouts, gate, report. Times need a GPU."""
 
+import json
+
 import pytest
 import torch
 
 from specdeft.bench import attention
-from specdeft.bench.attention import Cell, Outcome
+from specdeft.bench.attention_measure import (
+    WORST_ERROR,
+    Outcome,
+    exact_output,
+    relative_error,
+    worst_error,
+)
+from specdeft.bench.attention_methods import (
+    FOREST_METHODS,
+    METHODS,
+    OURS,
+    SPECULATION_ONLY,
+    pool_for,
+    prepare,
+)
+from specdeft.bench.attention_report import make_report
+from specdeft.bench.attention_workloads import (
+    Workload,
+    few_shot_forest,
+    named_forest,
+    parse_heads,
+    random_inputs,
+    random_tree,
+    recorded_forest,
+    speculation,
+)
 from specdeft.bench.cuda_timing import Ceilings, num_sets
 from specdeft.bench.report import as_markdown
 from specdeft.trees.token_tree import TokenTree
 
 CPU = torch.device("cpu")
-CELL = Cell(attention.parse_heads("4/2/32", torch.float16), 200, attention.random_tree(9))
+SHAPE = parse_heads("4/2/32", torch.float16)
+WORKLOAD = speculation(SHAPE, 200, random_tree(9))
+# name, parents, tokens: a prompt, two branches, one of them branched again.
+NODES = [[6, -5, [1, 2]], [4, 1, [3, 4]], [9, 1, []], [3, 5, []], [8, 5, []]]
+OUTCOME = Outcome("4/2/32", "200", 9, OURS, 1.0, 10**6, 1e-4, 8.0, 0.1, None)
 
 
-@pytest.mark.parametrize("method", [m for m in attention.METHODS if m != "flex"])
+def _error(method: str, workload: Workload) -> float:
+    torch.manual_seed(0)
+    q, k, v = random_inputs(workload, CPU)
+    prepared = prepare(method, workload, 32, CPU)
+    k_pool, v_pool = (pool_for(method, workload, kv, 32) for kv in (k, v))
+    return relative_error(prepared.run(q, k_pool, v_pool), exact_output(workload, q, k, v))
+
+
+@pytest.mark.parametrize(
+    "method", [m for m in METHODS if m != "flex" and not m.startswith("flashinfer")]
+)
 def test_every_method_passes_the_gate(method: str) -> None:
-    forest = attention.speculation_forest(CELL)
-    q, k, v = attention.random_inputs(CELL, forest, CPU)
-    exact = attention.exact_output(CELL, forest, q, k, v)
-    prepared = attention.prepare(method, CELL, forest, 32, CPU)
-    k_pool, v_pool = (attention.pool_for(method, CELL, forest, kv, 32) for kv in (k, v))
-    out = prepared.run(q, k_pool, v_pool)
-    assert attention.relative_error(out, exact) <= attention.worst_error(method, torch.float16)
+    assert _error(method, WORKLOAD) <= worst_error(method, torch.float16)
+
+
+@pytest.mark.parametrize("method", [m for m in FOREST_METHODS if m != "flex"])
+def test_forest_methods_pass_the_gate_on_a_recorded_tree(method: str) -> None:
+    workload = Workload("recorded", SHAPE, recorded_forest(NODES))
+    assert _error(method, workload) <= worst_error(method, torch.float16)
 
 
 def test_the_gate_refuses_nan_and_wrong_masks() -> None:
-    forest = attention.speculation_forest(CELL)
-    q, k, v = attention.random_inputs(CELL, forest, CPU)
-    exact = attention.exact_output(CELL, forest, q, k, v)
-    assert attention.relative_error(torch.full_like(q, float("nan")), exact) == float("inf")
-    chain = CELL._replace(tree=TokenTree.chain(8))
-    prepared = attention.prepare("sdpa", chain, attention.speculation_forest(chain), 32, CPU)
-    wrong = attention.relative_error(prepared.run(q, k, v), exact)
-    assert wrong > attention.WORST_ERROR[torch.float16]
+    q, k, v = random_inputs(WORKLOAD, CPU)
+    exact = exact_output(WORKLOAD, q, k, v)
+    assert relative_error(torch.full_like(q, float("nan")), exact) == float("inf")
+    prepared = prepare("sdpa", speculation(SHAPE, 200, TokenTree.chain(8)), 32, CPU)
+    wrong = relative_error(prepared.run(q, k, v), exact)
+    assert wrong > WORST_ERROR[torch.float16]
 
 
-def test_a_forest_of_the_cell_sees_what_the_tree_sees() -> None:
-    visible = attention.speculation_forest(CELL).visible()
+def test_a_speculation_forest_sees_what_the_tree_sees() -> None:
+    visible = WORKLOAD.forest.visible()
     assert visible[:, :200].all()
-    assert torch.equal(visible[:, 200:], CELL.tree.ancestors())
+    assert torch.equal(visible[:, 200:], random_tree(9).ancestors())
 
 
-def test_report_names_the_cells_where_another_is_ahead() -> None:
+def test_a_recorded_tree_at_its_widest_step() -> None:
+    """Steps 5 to 7: node 2 and both children of node 1 grow; the first such step is taken."""
+    forest = recorded_forest(NODES)
+    assert forest.num_queries == 3
+    assert sorted(forest.path_lengths().tolist()) == [6 + 4 + 1, 6 + 4 + 1, 6 + 5]
+    assert forest.total_tokens == 6 + 4 + 1 + 1 + 5
+
+
+def test_what_died_before_the_widest_step_is_gone() -> None:
+    nodes = [[2, -1, [1, 2]], [3, 1, []], [4, 1, [3, 4]], [2, 5, []], [2, 5, []]]
+    nodes[2][2] = [3, 4, 5]
+    nodes.append([1, 5, []])
+    forest = recorded_forest(nodes)
+    assert forest.num_queries == 3
+    assert forest.total_tokens == 2 + 4 + 1 + 1 + 1
+
+
+def test_few_shot_forest() -> None:
+    forest = few_shot_forest(10)
+    assert forest.num_queries == 10
+    assert forest.total_tokens == 4000 + 10 * 400
+    assert set(forest.path_lengths().tolist()) == {4400}
+
+
+def test_forests_by_name(tmp_path) -> None:
+    path = tmp_path / "trees.json"
+    trees = [{"incomplete": True, "nodes": [[1, 0, []]]}, {"incomplete": False, "nodes": NODES}]
+    path.write_text(json.dumps({"trees": trees}))
+    workload = named_forest(str(path), SHAPE)
+    assert (workload.name, workload.forest.num_queries) == ("trees", 3)
+    assert named_forest("few-shot-3", SHAPE).forest.num_queries == 3
+    for name in ("few-shot-x", "few-shot-0", str(tmp_path / "none.json")):
+        with pytest.raises(ValueError, match="--forests"):
+            named_forest(name, SHAPE)
+
+
+@pytest.mark.parametrize("method", SPECULATION_ONLY)
+def test_forests_are_refused_by_methods_of_one_sequence(method: str) -> None:
+    workload = Workload("recorded", SHAPE, recorded_forest(NODES))
+    with pytest.raises(ValueError, match="one sequence with a token tree"):
+        prepare(method, workload, 32, CPU)
+
+
+@pytest.mark.parametrize("method", ["radix", "flash-decoding", "specinfer"])
+def test_methods_that_read_everything_per_query_are_not_timed_on_large_trees(method: str) -> None:
+    workload = speculation(SHAPE, 100_000, TokenTree.chain(50))
+    with pytest.raises(ValueError, match="not timed: reads the tokens 51 times"):
+        prepare(method, workload, 32, CPU)
+
+
+def test_report_names_the_places_where_another_is_ahead() -> None:
     outcomes = [
-        Outcome(CELL, attention.OURS, 1.0, 1e-4, 8.0, 0.1, None),
-        Outcome(CELL, "sdpa", 1.0, 1e-4, 7.0, 0.1, None),
-        Outcome(CELL, "flex", 1.0, None, None, None, "no valid configuration"),
+        OUTCOME,
+        OUTCOME._replace(method="sdpa", median_us=7.0),
+        OUTCOME._replace(method="medusa", median_us=9.0),
+        OUTCOME._replace(method="flex", median_us=None, note="no valid configuration"),
     ]
-    report = attention.make_report(outcomes, Ceilings(4e12, 7e14), CPU)
+    report = make_report(outcomes, [], Ceilings(4e12, 7e14), {"git": None})
     assert report.remarks == ("sdpa is ahead at 4/2/32, context 200, 9 nodes: 7.0 us against 8.0",)
+    assert report.tables[0].rows[0][-3:] == ("sdpa", 7.0, 7.0 / 8.0)
     assert "no valid configuration" in as_markdown(report)
-    assert report.data["outcomes"][2]["median_us"] is None
+    assert report.data["outcomes"][3]["median_us"] is None
+
+
+def test_report_puts_the_papers_ratios_beside_ours() -> None:
+    place = OUTCOME._replace(workload="few-shot-20", queries=20)
+    outcomes = [
+        place._replace(method="flatten", median_us=10.0),
+        place._replace(method="radix", median_us=25.0),
+        place._replace(method="flash-decoding", median_us=None, note="not timed"),
+    ]
+    (ratios, _methods) = make_report(outcomes, [], Ceilings(4e12, 7e14), {}).tables
+    assert [row[-2:] for row in ratios.rows] == [(1.0, None), (2.5, 1.73), (None, 12.53)]
 
 
 def test_sets_outlast_the_cache() -> None:
@@ -62,7 +164,7 @@ def test_sets_outlast_the_cache() -> None:
 @pytest.mark.parametrize("text", ["32/8", "a/b/c", "32/5/64", "0/1/64"])
 def test_malformed_heads_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="--heads"):
-        attention.parse_heads(text, torch.bfloat16)
+        parse_heads(text, torch.bfloat16)
 
 
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
