@@ -32,6 +32,7 @@ from torch import Tensor
 
 from specdeft.kernels.launch_shape import MIN_BLOCKS, Kernel, LaunchShape, launch_shape
 from specdeft.kernels.merge import (
+    MERGE_WARPS,
     TAIL_WEIGHT,
     blocks_of_tile,
     merge_kernel,
@@ -410,7 +411,7 @@ def tree_attention(
             SPLITS_PADDED=splits_padded,
             WINDOW=window or 0,
             PDL=merge_early,
-            num_warps=4,
+            num_warps=MERGE_WARPS,
             **common,
             **({"launch_pdl": True} if merge_early else {}),
         )

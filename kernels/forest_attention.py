@@ -26,7 +26,7 @@ from torch import Tensor
 
 from specdeft.kernels.deft_flatten import Scratch, dot_precision
 from specdeft.kernels.launch_shape import tile_shape
-from specdeft.kernels.merge import store_rows
+from specdeft.kernels.merge import MERGE_WARPS, store_rows
 from specdeft.kernels.tile_ops import NO_SCORE, capped, product, softmax_step
 from specdeft.trees.plan import AttentionPlan
 
@@ -296,7 +296,7 @@ def forest_attention(
         MERGED=merged,
         ITEMS=_MERGED_ITEMS,
         HAS_SINKS=sinks is not None,
-        num_warps=4,
+        num_warps=MERGE_WARPS,
     )
     return out, lse
 

@@ -66,7 +66,7 @@ def _check(
     pool[:, used] = torch.randn(2, forest.total_tokens, *heads[1:]).to(dtype)
     q = torch.randn(forest.num_queries, heads[0], heads[2]).to(dtype)
     visible = forest.visible()
-    arguments: dict[str, Any] = dict(options)
+    arguments = {k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in options.items()}
     if window is not None:
         distance = forest.query_positions()[:, None] - forest.token_positions()[None, :]
         visible = visible & (distance < window)
