@@ -32,10 +32,11 @@ from torch import Tensor
 
 from specdeft.kernels.launch_shape import MIN_BLOCKS, Kernel, LaunchShape, launch_shape
 from specdeft.kernels.merge import (
-    MERGE_WARPS,
+    MERGE_TILE,
     TAIL_WEIGHT,
     blocks_of_tile,
     merge_kernel,
+    merge_warps,
     split_begin,
     splits_used,
     store_rows,
@@ -52,7 +53,6 @@ from specdeft.kernels.tile_ops import (
 
 __all__ = ["Scratch", "allocate_scratch", "launch_shape", "tree_attention"]
 
-_MERGE_TILE = 2048  # floats of partials a merge program holds; 8192 was 1 us slower
 _SHORT_TAIL_NODES = 256  # up to here the masked loop is too short to pay for a pipeline's memory
 
 
@@ -356,7 +356,7 @@ def tree_attention(
     early, merge_early = _early_launches(q)
     launch = {"launch_pdl": True} if early else {}
     grid = (shape.num_row_tiles, kv_heads, batch * splits)
-    if tile.kernel is Kernel.HOPPER:
+    if tile.kernel is not Kernel.TRITON:
         from specdeft.kernels import flatten_hopper  # Gluon's Hopper half exists on such a device
 
         flatten_hopper.launch(
@@ -364,7 +364,8 @@ def tree_attention(
             k_pool,
             v_pool,
             scale=scale,
-            num_stages=tile.num_stages,
+            wide=tile.kernel is Kernel.HOPPER_WIDE,
+            STAGES=tile.num_stages,
             **given,
             **common,
             **launch,
@@ -411,7 +412,7 @@ def tree_attention(
             SPLITS_PADDED=splits_padded,
             WINDOW=window or 0,
             PDL=merge_early,
-            num_warps=MERGE_WARPS,
+            num_warps=merge_warps(merged * splits_padded * triton.next_power_of_2(head_dim)),
             **common,
             **({"launch_pdl": True} if merge_early else {}),
         )
@@ -431,8 +432,8 @@ def masked_stages(num_nodes: int, dtype: torch.dtype) -> int:
 
 
 def merged_rows(splits_padded: int, head_dim: int, tile_rows: int) -> int:
-    """Rows of a merge program: what `_MERGE_TILE` holds, a power of two that divides the tile."""
-    rows: int = _MERGE_TILE // (splits_padded * triton.next_power_of_2(head_dim))
+    """Rows of a merge program: what `MERGE_TILE` holds, a power of two that divides the tile."""
+    rows: int = MERGE_TILE // (splits_padded * triton.next_power_of_2(head_dim))
     return max(1, min(rows, tile_rows, 8))
 
 

@@ -26,11 +26,11 @@ from torch import Tensor
 
 from specdeft.kernels.deft_flatten import Scratch, dot_precision
 from specdeft.kernels.launch_shape import tile_shape
-from specdeft.kernels.merge import MERGE_WARPS, store_rows
+from specdeft.kernels.merge import MERGE_TILE, merge_warps, store_rows
 from specdeft.kernels.tile_ops import NO_SCORE, capped, product, softmax_step
 from specdeft.trees.plan import AttentionPlan
 
-_MERGE_TILE = 2048  # floats of partials a merge program holds at once, as in `deft_flatten`
+_STAGES = 2  # 3 leave the masked loop less than it needs, 4 cost a program of the SM
 _MERGED_ITEMS = 8  # partials of a row merged at once
 
 
@@ -109,14 +109,16 @@ def _partials_kernel(
             b_acc, b_max, b_sum = softmax_step(
                 b_acc, b_max, b_sum, b_scores, b_v, factor, PRECISION
             )
+    slot = tl.load(slots_ptr + full_end + o_token, mask=full_end + o_token < kv_end, other=0)
     for at in range(full_end, kv_end, BLOCK):
         token = at + o_token
         m_token = token < kv_end
-        slot = tl.load(slots_ptr + token, mask=m_token, other=0)
         p_kv = slot.to(tl.int64)[:, None] * stride_slot
         m_kv = m_token[:, None] & (o_dim < DIM)[None, :]
         b_k = tl.load(k_head + p_kv, mask=m_kv, other=0.0)
         b_v = tl.load(v_head + p_kv, mask=m_kv, other=0.0)
+        following = at + BLOCK + o_token
+        slot = tl.load(slots_ptr + following, mask=following < kv_end, other=0)
         b_scores = product(b_q, tl.trans(b_k), PRECISION)
         if CAPPED:
             b_scores = capped(b_scores * scale, cap)
@@ -270,9 +272,9 @@ def forest_attention(
             CAPPED=softcap is not None,
             PRECISION=dot_precision(q),
             num_warps=tile.num_warps if rows <= 64 else 8,
-            num_stages=tile.num_stages,
+            num_stages=_STAGES,
         )
-    merged = max(1, min(rows, _MERGE_TILE // (_MERGED_ITEMS * padded)))
+    merged = max(1, min(rows, MERGE_TILE // (_MERGED_ITEMS * padded)))
     parts = rows // merged
     _reduce_kernel[(plan.num_tiles * parts, kv_heads)](
         part_out_ptr=scratch.out,
@@ -296,7 +298,7 @@ def forest_attention(
         MERGED=merged,
         ITEMS=_MERGED_ITEMS,
         HAS_SINKS=sinks is not None,
-        num_warps=MERGE_WARPS,
+        num_warps=merge_warps(merged * _MERGED_ITEMS * padded),
     )
     return out, lse
 

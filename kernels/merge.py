@@ -19,9 +19,20 @@ import triton.language as tl
 from specdeft.kernels.tile_ops import LN_2, LOG2_E, NO_SCORE
 
 TAIL_WEIGHT = tl.constexpr(3)
-# One warp holds all partials of its rows: with four, the sum over splits goes through shared memory
-# and barriers, and the merge of 64 tree tokens took 8 us instead of 3.
-MERGE_WARPS = 1
+
+
+# What a merge program holds of partials, in floats. Few, so that many programs load at once.
+MERGE_TILE = 2048
+_FLOATS_OF_A_WARP = 4096  # 128 registers a thread
+
+
+def merge_warps(num_floats: int) -> int:
+    """Warps of a merge program: one, where its registers hold the partials.
+
+    With more, the sum over the splits goes through shared memory and barriers: four warps took 8 us
+    for 64 tree tokens where one takes 3.
+    """
+    return max(1, num_floats // _FLOATS_OF_A_WARP)
 
 
 @triton.jit

@@ -19,8 +19,21 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from specdeft.kernels import commit_triton, deft_flatten, flatten_hopper, forest_attention, merge
-from specdeft.kernels.launch_shape import HOPPER_TILE, tile_shape
+from specdeft.kernels import (
+    commit_triton,
+    deft_flatten,
+    flatten_hopper,
+    flatten_hopper_wide,
+    forest_attention,
+    merge,
+)
+from specdeft.kernels.launch_shape import (
+    HOPPER_LONG_TILE,
+    HOPPER_TILES,
+    HOPPER_WIDE_TILE,
+    Kernel,
+    tile_shape,
+)
 
 TARGET = GPUTarget("cuda", 90, 32)
 POINTERS = {
@@ -88,25 +101,30 @@ def main() -> None:
         }  # fmt: skip
         options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
         compile_kernel(f"flatten-{rows}", deft_flatten._tree_attention_kernel, constants, options)
-    for dim in (64, 128):
+    hopper_tiles = {f"hopper-{dim}": (dim, tile) for dim, tile in HOPPER_TILES.items()}
+    hopper_tiles |= {"hopper-long": (64, HOPPER_LONG_TILE), "hopper-wide": (128, HOPPER_WIDE_TILE)}
+    for name, (dim, tile) in hopper_tiles.items():
         constants = {
-            "KV_HEADS": 3, "GROUP": 3, "DIM": dim, **paged, "ROWS": HOPPER_TILE.rows,
-            "BLOCK": HOPPER_TILE.block, "STAGES": HOPPER_TILE.num_stages, "ONE_SPLIT": False,
-            "MIN_BLOCKS": 2, "HAS_SINKS": False, "WARPS": HOPPER_TILE.num_warps,
+            "KV_HEADS": 3, "GROUP": 3, "DIM": dim, "PAGE_SIZE": 128, "PAGED": True,
+            "ROWS": tile.rows, "BLOCK": tile.block, "STAGES": tile.num_stages, "ONE_SPLIT": False,
+            "MIN_BLOCKS": 2, "HAS_SINKS": False,
         }  # fmt: skip
+        is_wide = tile.kernel is Kernel.HOPPER_WIDE
         layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
         compile_kernel(
-            f"hopper-{dim}",
-            flatten_hopper.hopper_attention_kernel,
+            name,
+            flatten_hopper_wide.wide_attention_kernel
+            if is_wide
+            else flatten_hopper.hopper_attention_kernel,
             constants,
-            {"num_warps": HOPPER_TILE.num_warps},
-            desc=f"tensordesc<bf16[{HOPPER_TILE.block}, {dim}],{layout!r}>",
+            {"num_warps": tile.num_warps},
+            desc=f"tensordesc<bf16[{tile.block}, {dim}],{layout!r}>",
         )
     merged = {
         **heads, "DIM_PADDED": 128, "ROWS": 64, "BLOCK": 64, "MIN_BLOCKS": 2, "WINDOW": 0,
         "HAS_SINKS": False, "MERGED": 2, "SPLITS_PADDED": 8, "PDL": True,
     }  # fmt: skip
-    compile_kernel("merge", merge.merge_kernel, merged, {"num_warps": 4})
+    compile_kernel("merge", merge.merge_kernel, merged, {"num_warps": 1})
     forest = {"GROUP": 4, "DIM": 128, "DIM_PADDED": 128}
     partials = {
         **forest, "ROWS": 64, "BLOCK": 64, "NUM_WORDS": 1, "WINDOW": 0, "CAPPED": False,
@@ -116,12 +134,12 @@ def main() -> None:
         "forest-partials",
         forest_attention._partials_kernel,
         partials,
-        {"num_warps": 4, "num_stages": 3},
+        {"num_warps": 4, "num_stages": 2},
     )
     reduce = {
-        **forest, "KV_HEADS": 8, "PARTS": 8, "MERGED": 8, "ITEMS": 8, "HAS_SINKS": False,
+        **forest, "KV_HEADS": 8, "PARTS": 32, "MERGED": 2, "ITEMS": 8, "HAS_SINKS": False,
     }  # fmt: skip
-    compile_kernel("forest-reduce", forest_attention._reduce_kernel, reduce, {"num_warps": 4})
+    compile_kernel("forest-reduce", forest_attention._reduce_kernel, reduce, {"num_warps": 1})
     moved = {"PAGE_SIZE": 64, "PAGED": True, "ROWS": 8, "COLUMNS": 512}
     compile_kernel("commit", commit_triton._commit_kernel, moved, {"num_warps": 4})
 

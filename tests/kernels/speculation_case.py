@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specdeft.kernels.deft_flatten import tree_attention
-from specdeft.kernels.launch_shape import LaunchShape, launch_shape
+from specdeft.kernels.launch_shape import LaunchShape, TileShape, launch_shape
 from specdeft.kernels.reference import tree_attention_reference, tree_visibility
 from specdeft.trees.mask import mask_words_from_ancestors
 from tests.kernels.accuracy import allowed_error, relative_error
@@ -71,7 +71,8 @@ class Case:
         pool = self.pool.to(DEVICE)
         return tree_attention(self.q.to(DEVICE), pool[0], pool[1], **arguments)
 
-    def shape(self, num_splits: int) -> LaunchShape:
+    def shape(self, num_splits: int, tile: TileShape | None = None) -> LaunchShape:
+        """The chosen shape with another number of splits, and another tile if one is given."""
         chosen = launch_shape(
             batch=len(self.lengths),
             num_nodes=self.num_nodes,
@@ -84,10 +85,13 @@ class Case:
             page_size=self.page_size if self.paged else None,
             plain=not {"window", "softcap"} & set(self.options),
         )
+        if tile is not None:
+            row_tiles = -(-chosen.num_rows // tile.rows)
+            chosen = chosen._replace(tile=tile, num_row_tiles=row_tiles)
         return chosen._replace(num_splits=num_splits)
 
-    def check(self, num_splits: int | None = None) -> None:
-        out, lse = self.run(None if num_splits is None else self.shape(num_splits))
+    def check(self, num_splits: int | None = None, tile: TileShape | None = None) -> None:
+        out, lse = self.run(None if num_splits is None else self.shape(num_splits, tile))
         options = {k: v for k, v in self.options.items() if k != "window"}
         for row, length in enumerate(self.lengths):
             visible = tree_visibility(

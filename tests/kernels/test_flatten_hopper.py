@@ -1,75 +1,123 @@
-"""The Hopper kernel against float64, natively; elsewhere only which launches would take it."""
+"""The Hopper kernels against float64, natively; elsewhere only which launches would take them."""
 
 import pytest
 import torch
 
-from specdeft.kernels.launch_shape import Kernel, hopper_fits, is_hopper
+from specdeft.kernels.launch_shape import (
+    HOPPER_LONG_TILE,
+    HOPPER_TILES,
+    HOPPER_WIDE_TILE,
+    Kernel,
+    TileShape,
+    hopper_fits,
+    hopper_tile,
+    is_hopper,
+)
 from tests.kernels.random_trees import chain_parents, random_parents, star_parents
 from tests.kernels.speculation_case import DEVICE, Case
 
 native = pytest.mark.gpu
 BF16 = torch.bfloat16
+NARROW, WIDE = HOPPER_TILES[128], HOPPER_WIDE_TILE
+BOTH = pytest.mark.parametrize("tile", [NARROW, WIDE], ids=["narrow", "wide"])
 
 
-def _check(case: Case, num_splits: int) -> None:
+def _check(case: Case, num_splits: int, tile: TileShape | None = None) -> None:
     if not is_hopper(DEVICE):
         pytest.skip("needs compute capability 9.0")
-    assert case.shape(num_splits).tile.kernel is Kernel.HOPPER
-    case.check(num_splits)
+    assert case.shape(num_splits, tile).tile.kernel is not Kernel.TRITON
+    case.check(num_splits, tile)
 
 
 @native
+@BOTH
 @pytest.mark.parametrize("num_splits", [1, 3, 8])
 @pytest.mark.parametrize("length", [0, 1, 63, 64, 127, 128, 129, 1000, 4096])
-def test_lengths_and_splits(length: int, num_splits: int) -> None:
-    _check(
-        Case([length], random_parents(40, 3), heads=(4, 1, 128), dtype=BF16, page_size=128),
-        num_splits,
-    )
+def test_lengths_and_splits(length: int, num_splits: int, tile: TileShape) -> None:
+    case = Case([length], random_parents(40, 3), heads=(4, 1, 128), dtype=BF16, page_size=128)
+    _check(case, num_splits, tile)
 
 
 @native
-@pytest.mark.parametrize("num_nodes", [17, 33, 63, 64, 65, 127, 128, 129, 512, 1000])
-def test_tree_sizes(num_nodes: int) -> None:
-    _check(
-        Case([777], random_parents(num_nodes, 5), heads=(8, 2, 128), dtype=BF16, page_size=256), 2
-    )
+@BOTH
+@pytest.mark.parametrize(
+    "num_nodes", [1, 3, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 512, 1000]
+)
+def test_tree_sizes(num_nodes: int, tile: TileShape) -> None:
+    parents = random_parents(num_nodes, 5)
+    _check(Case([777], parents, heads=(8, 2, 128), dtype=BF16, page_size=256), 2, tile)
+
+
+@native
+@pytest.mark.parametrize("tile", [HOPPER_TILES[64], HOPPER_LONG_TILE], ids=["short", "long"])
+@pytest.mark.parametrize("length", [0, 64, 127, 128, 129, 2000])
+def test_blocks_of_64_and_128_tokens_at_64_dims(length: int, tile: TileShape) -> None:
+    case = Case([length], random_parents(70, 3), heads=(9, 3, 64), dtype=BF16, page_size=128)
+    for num_splits in (1, 4):
+        _check(case, num_splits, tile)
 
 
 @native
 @pytest.mark.parametrize("page_size", [None, 64, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("heads", [(32, 8, 128), (28, 4, 128), (9, 3, 64), (2, 2, 128)])
+@pytest.mark.parametrize(
+    "heads", [(32, 8, 128), (28, 4, 128), (9, 3, 64), (2, 2, 128), (16, 8, 256)]
+)
 def test_pages_types_and_heads(
     page_size: int | None, dtype: torch.dtype, heads: tuple[int, int, int]
 ) -> None:
     for parents in (random_parents(70, 1), chain_parents(100), star_parents(65)):
         case = Case([300, 0, 129], parents, heads=heads, dtype=dtype, page_size=page_size)
         _check(case, 2)
+        if heads[2] == 128 and page_size != 64:
+            _check(case, 2, WIDE)
 
 
 @native
+@BOTH
 @pytest.mark.parametrize("num_splits", [1, 4])
-def test_sinks(num_splits: int) -> None:
+def test_sinks(num_splits: int, tile: TileShape) -> None:
     case = Case([900], random_parents(64, 2), heads=(8, 2, 128), dtype=BF16, sinks=torch.randn(8))
-    _check(case, num_splits)
+    _check(case, num_splits, None if tile is WIDE else tile)
+    paged = Case(
+        [900], random_parents(64, 2), heads=(8, 2, 128), dtype=BF16, page_size=128,
+        sinks=torch.randn(8),
+    )  # fmt: skip
+    _check(paged, num_splits, tile)
 
 
 @native
-def test_equal_inputs_give_equal_bits() -> None:
+@BOTH
+def test_equal_inputs_give_equal_bits(tile: TileShape) -> None:
     case = Case([3000], random_parents(64, 2), heads=(8, 2, 128), dtype=BF16, page_size=128)
-    _check(case, 4)
-    first, _ = case.run(case.shape(4))
+    _check(case, 4, tile)
+    first, _ = case.run(case.shape(4, tile))
     for _ in range(20):
-        again, _ = case.run(case.shape(4))
+        again, _ = case.run(case.shape(4, tile))
         assert torch.equal(first, again)
 
 
-def test_which_launches_take_it() -> None:
-    assert hopper_fits(17, 128, BF16, None)
-    assert hopper_fits(256, 128, BF16, 64)
-    assert hopper_fits(256, 64, torch.float16, 256)
-    assert not hopper_fits(16, 128, BF16, 128)
-    assert not hopper_fits(256, 80, BF16, 128)
-    assert not hopper_fits(256, 128, torch.float32, 128)
-    assert not hopper_fits(256, 128, BF16, 32)
+def test_which_launches_take_them() -> None:
+    assert hopper_fits(128, BF16, None)
+    assert hopper_fits(128, BF16, 64)
+    assert hopper_fits(64, torch.float16, 256)
+    assert hopper_fits(256, BF16, 128)
+    assert not hopper_fits(80, BF16, 128)
+    assert not hopper_fits(128, torch.float32, 128)
+    assert not hopper_fits(128, BF16, 32)
+
+
+def test_tile_by_rows_and_tokens() -> None:
+    """Eight KV heads on 132 SMs, G = 4."""
+
+    def tile(num_nodes: int, tokens: int, dim: int = 128, page_size: int | None = 128) -> TileShape:
+        return hopper_tile(4 * num_nodes, dim, page_size, 8, tokens, 132)
+
+    assert tile(64, 2_112) == NARROW._replace(programs_per_sm=1)
+    assert tile(64, 8_256) == NARROW
+    assert tile(64, 32_832) == WIDE
+    assert tile(256, 8_448) == WIDE
+    assert tile(256, 8_448, page_size=64) == NARROW
+    assert tile(16, 65_552) == NARROW
+    assert tile(256, 8_448, dim=64) == HOPPER_LONG_TILE
+    assert tile(256, 8_448, dim=256) == HOPPER_TILES[256]
