@@ -11,7 +11,6 @@ Pages lie as ours do: position p stands in page table[p // page_size].
 
 from __future__ import annotations
 
-from importlib import import_module, util
 from typing import Any, NamedTuple
 
 import torch
@@ -154,9 +153,11 @@ def _int32(values: list[int]) -> Tensor:
 
 
 def _library() -> Any:
-    if util.find_spec("flashinfer") is None:
+    try:
+        import flashinfer
+    except ImportError as error:
         raise ValueError(
             "FlashInfer is not installed: install flashinfer-python to compare with it, or leave "
             "the method out"
-        )
-    return import_module("flashinfer")
+        ) from error
+    return flashinfer

@@ -6,7 +6,6 @@ real library is checked against float64 by `specdeft bench attention` before it 
 
 import math
 import sys
-from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -77,7 +76,6 @@ def _xqa(q: Tensor, pools: tuple[Tensor, Tensor], **options: Any) -> Tensor:
 @pytest.fixture
 def _library(monkeypatch: pytest.MonkeyPatch) -> None:
     module: Any = ModuleType("flashinfer")
-    module.__spec__ = ModuleSpec("flashinfer", None)
     module.BatchPrefillWithPagedKVCacheWrapper = _Wrapper
     module.merge_state = _merge_state
     module.decode = SimpleNamespace(xqa_batch_decode_with_kv_cache=_xqa)
@@ -114,7 +112,7 @@ def test_draft_mask_uses_the_top_bit_of_its_words() -> None:
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
     tree = PagedTree(torch.zeros(1, dtype=torch.int32), PAGE, 3, torch.ones(1, 1).bool())
     for prepare in (prepare_cascade, prepare_xqa):
         with pytest.raises(ValueError, match="install flashinfer-python"):
