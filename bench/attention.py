@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from datetime import datetime, timezone
-from typing import Any
+from pathlib import Path
 
 import torch
 
@@ -28,7 +27,7 @@ from specdeft.bench.attention_workloads import (
     speculation,
 )
 from specdeft.bench.cuda_timing import Ceilings, measure_ceilings
-from specdeft.bench.manifest import command_line, git_state, machine, versions
+from specdeft.bench.manifest import describe
 from specdeft.bench.report import FORMATS, Finished
 from specdeft.bench.run_folder import RunFolder
 from specdeft.kernels.baselines.prepared import HeadShape
@@ -37,6 +36,7 @@ from specdeft.trees.options import Options
 DEFAULT_METHODS = (OURS, "flashinfer", "sdpa", "medusa", "flex")
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _NOT_SETTINGS = ("output", "save_result")
+_PROMPTS = {"source": "none: seeded random queries, keys and values"}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -82,10 +82,13 @@ def main(arguments: Sequence[str]) -> Finished:
     options = parser().parse_args(arguments)
     shapes = [parse_heads(text, _DTYPES[options.dtype]) for text in options.heads]
     workloads = list(_workloads(options, shapes))
-    if not torch.cuda.is_available():
-        raise ValueError("bench attention times CUDA kernels: run it on a machine with a GPU")
-    device = torch.device("cuda", torch.cuda.current_device())
-    manifest = describe(options, device)
+    device = _device()
+    settings = {key: value for key, value in vars(options).items() if key not in _NOT_SETTINGS}
+    if options.forests:
+        settings["forests"] = [Path(name).name for name in options.forests]
+    manifest = describe(
+        device, options.dtype, _PROMPTS, ["bench", "attention", *arguments], settings
+    )
     with RunFolder(options.save_result) as folder:
         folder.open(manifest)
         ceilings = _ceilings(folder, device)
@@ -97,20 +100,10 @@ def main(arguments: Sequence[str]) -> Finished:
     return Finished(report, options.output)
 
 
-def describe(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """The manifest: what was asked for, by which versions, on which machine."""
-    settings = {key: value for key, value in vars(options).items() if key not in _NOT_SETTINGS}
-    return {
-        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": ["specdeft", *command_line()],
-        "settings": settings,
-        "prompts": None,
-        "versions": versions(),
-        "git": git_state(),
-        "device": str(device),
-        "dtype": options.dtype,
-        "machine": machine(device),
-    }
+def _device() -> torch.device:
+    if not torch.cuda.is_available():
+        raise ValueError("bench attention times CUDA kernels: run it on a machine with a GPU")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _workloads(options: argparse.Namespace, shapes: Sequence[HeadShape]) -> Iterator[Workload]:

@@ -9,7 +9,6 @@ import platform
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from importlib import metadata
@@ -171,8 +170,3 @@ def _output(*command: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
-
-
-def command_line() -> list[str]:
-    """The arguments this process was started with."""
-    return sys.argv[1:]

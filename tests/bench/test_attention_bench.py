@@ -1,11 +1,12 @@
 """The comparison's own parts on the CPU: inputs, layouts, gate, report. Times need a GPU."""
 
 import json
+import sys
 
 import pytest
 import torch
 
-from specdeft.bench import attention
+from specdeft.bench import attention, attention_measure
 from specdeft.bench.attention_measure import (
     WORST_ERROR,
     Outcome,
@@ -32,7 +33,7 @@ from specdeft.bench.attention_workloads import (
     recorded_forest,
     speculation,
 )
-from specdeft.bench.cuda_timing import Ceilings, num_sets
+from specdeft.bench.cuda_timing import Ceilings, Timing, num_sets
 from specdeft.bench.report import as_markdown
 from specdeft.trees.token_tree import TokenTree
 
@@ -171,3 +172,58 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="on a machine with a GPU"):
         attention.main([])
+
+
+def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The whole command with every clock replaced: each timed call runs once and takes 7 us."""
+    timed: list[str] = []
+
+    def rotated(call, sets, **_options):
+        call(sets - 1)
+        timed.append("call")
+        return Timing(7.0, 0.5)
+
+    monkeypatch.setattr(attention, "_device", lambda: CPU)
+    monkeypatch.setattr(attention, "measure_ceilings", lambda _device: Ceilings(4e12, 7e14))
+    monkeypatch.setattr(attention_measure, "time_rotated", rotated)
+    monkeypatch.setattr(attention_measure, "time_once", lambda _call: 50.0)
+    monkeypatch.setattr(attention_measure, "num_sets", lambda _bytes: 2)
+    return timed
+
+
+SMALL = ["--heads", "4/2/32", "--context", "100", "--nodes", "5", "--dtype", "float16"]
+
+
+def test_a_saved_run_is_resumed_and_not_measured_again(monkeypatch, tmp_path) -> None:
+    timed = _on_the_cpu(monkeypatch)
+    arguments = [*SMALL, "--methods", "specdeft", "sdpa", "flashinfer"]
+    arguments += ["--page-size", "32", "--save-result", str(tmp_path)]
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    report = attention.main(arguments).report
+    assert len(timed) == 2
+    assert [row[4] for row in report.tables[-1].rows] == [7.0, 7.0, None]
+    assert "install flashinfer-python" in report.tables[-1].rows[2][-1]
+    again = attention.main(arguments).report
+    assert len(timed) == 2
+    assert again.tables == report.tables
+    assert json.loads((tmp_path / "report.json").read_text())["outcomes"][0]["median_us"] == 7.0
+
+
+def test_a_method_many_times_slower_than_the_first_is_not_timed(monkeypatch) -> None:
+    timed = _on_the_cpu(monkeypatch)
+    arguments = [*SMALL, "--methods", "specdeft", "sdpa", "--slowest", "2"]
+    rows = attention.main(arguments).report.tables[-1].rows
+    assert len(timed) == 1
+    assert rows[1][4] is None
+    assert "not timed: a call takes 50 us" in rows[1][-1]
+
+
+def test_forests_from_the_command(monkeypatch) -> None:
+    _on_the_cpu(monkeypatch)
+    arguments = ["--heads", "4/2/32", "--dtype", "float16", "--forests", "few-shot-2"]
+    report = attention.main([*arguments, "--methods", "flatten", "radix", "sdpa"]).report
+    assert [row[3:6] for row in report.tables[0].rows] == [
+        ("flatten", 7.0, 1.0),
+        ("radix", 7.0, 1.0),
+        ("sdpa", 7.0, 1.0),
+    ]
