@@ -130,6 +130,9 @@ def _outcomes(
                 record = subject.measure(method)._asdict()
                 folder.put(key, record)
             yield Outcome(**record)
+        # Not after each method: giving back and asking again for the rotated pools takes longer
+        # than timing them.
+        torch.cuda.empty_cache()
 
 
 def _commit(folder: RunFolder, shape: HeadShape, device: torch.device) -> CommitTime:

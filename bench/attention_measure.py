@@ -78,8 +78,6 @@ class Subject:
             timing = time_rotated(_rotating(prepared, q, rotated), sets)
         except (ValueError, RuntimeError, ImportError) as failure:
             return outcome._replace(error=error, note=_first_line(failure))
-        finally:
-            torch.cuda.empty_cache()
         self._first_us = self._first_us or timing.median_us
         return outcome._replace(error=error, median_us=timing.median_us, spread_us=timing.spread_us)
 

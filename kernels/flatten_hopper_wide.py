@@ -35,7 +35,7 @@ from specdeft.kernels.hopper_ops import (
     start_product,
     store_result,
 )
-from specdeft.kernels.merge import blocks_of_tile, split_begin, splits_used
+from specdeft.kernels.merge import TAIL_WEIGHT, blocks_of_tile, split_begin, splits_used
 
 _HALF = gl.constexpr(64)  # rows of a warpgroup
 _COPIER_REGISTERS = gl.constexpr(24)
@@ -188,8 +188,8 @@ def wide_attention_kernel(
     used = splits_used(end - begin, num_splits, MIN_BLOCKS)
     if i_split < used:
         all_see_to = length // BLOCK
-        first = split_begin(i_split, used, begin, end, all_see_to, 1)
-        last = split_begin(i_split + 1, used, begin, end, all_see_to, 1)
+        first = split_begin(i_split, used, begin, end, all_see_to, TAIL_WEIGHT)
+        last = split_begin(i_split + 1, used, begin, end, all_see_to, TAIL_WEIGHT)
         table_row = table_ptr + i_sequence * table_stride
         first_slot = (i_sequence * capacity).to(gl.int32)
         column = i_head * DIM

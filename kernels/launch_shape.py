@@ -3,10 +3,10 @@
 Nothing here reads a length from the device: a grid is fixed by `max_context`, and the kernel
 spreads whatever length it finds over the splits it has (`deft_flatten`). Pure Python, no triton.
 
-On Hopper, 16-bit launches go to the Gluon kernels where their conditions hold (`hopper_tile`):
-64-row programs, one on an SM while splits are short and two from `_TWO_PROGRAMS_TOKENS` on, or
-128-row programs from `_WIDE_TOKENS` on. Elsewhere the Triton kernel takes the fewest of 16, 32, 64
-rows that hold the R = N * G rows of a KV head, else 64. Measured, docs/tuning-attention.md.
+On Hopper, 16-bit launches go to the Gluon kernels (`hopper_tile`): programs of 64 rows, one on an
+SM while splits are short and two when they are longer, or of 128 rows where many rows read long
+splits. Elsewhere the Triton kernel takes the fewest of 16, 32, 64 rows that hold the R = N * G rows
+of a KV head, else 64. All thresholds are measured, docs/tuning-attention.md.
 
 Splits: enough programs to fill the device once, no second small wave, no split shorter than
 `MIN_BLOCKS` inner steps, weighed against the partials that every further split writes and reads.
@@ -24,12 +24,6 @@ import torch
 MIN_BLOCKS = 2  # inner steps below which a split costs more than it spreads
 INTERPRETED_SMS = 8  # a CPU has none: the interpreter runs programs one by one
 MAX_SPLITS = 64
-
-
-# Tokens that a program would read if there were one on each SM: from here on ..
-_TWO_PROGRAMS_TOKENS = 768  # .. two programs on an SM overlap more than their partials cost
-_LONG_BLOCKS_TOKENS = 2048  # .. D = 64 has the registers for blocks of 128 tokens
-_WIDE_TOKENS = 1536  # .. counted for programs of 128 rows: these pay for their setup
 
 
 class Kernel(Enum):
@@ -51,13 +45,26 @@ class TileShape(NamedTuple):
     kernel: Kernel = Kernel.TRITON
 
 
+# Hopper, by head dim. Programs of 64 rows, the same with long blocks, and programs of 128 rows.
 HOPPER_TILES = {
     64: TileShape(64, 64, 4, 3, 2, Kernel.HOPPER),
     128: TileShape(64, 64, 4, 3, 2, Kernel.HOPPER),
     256: TileShape(64, 64, 4, 2, 1, Kernel.HOPPER),
 }
-HOPPER_LONG_TILE = TileShape(64, 128, 4, 2, 2, Kernel.HOPPER)  # D = 64
-HOPPER_WIDE_TILE = TileShape(128, 128, 4, 2, 1, Kernel.HOPPER_WIDE)  # D = 128
+HOPPER_LONG_TILES = {
+    64: TileShape(64, 128, 4, 2, 2, Kernel.HOPPER),
+    128: TileShape(64, 128, 4, 2, 1, Kernel.HOPPER),
+}
+HOPPER_WIDE_TILES = {
+    128: TileShape(128, 128, 4, 2, 1, Kernel.HOPPER_WIDE),
+    256: TileShape(128, 64, 4, 2, 1, Kernel.HOPPER_WIDE),
+}
+# Tokens a program from which on ..
+_WIDE_TOKENS = 2000  # .. 128 rows that share their copies pay for setting up three parts
+_WIDE_UNSPLIT_TOKENS = 1500  # .. the same where nothing is merged
+_TWO_PROGRAMS_TOKENS = {64: 400, 128: 550, 256: 550}  # .. a second one on the SM pays
+_LONG_TOKENS = 500  # .. D = 64 gains by long blocks
+_UNSPLIT_TOKENS = 2400  # up to here, D = 128: one program on each SM reads all, nothing to merge
 
 
 class LaunchShape(NamedTuple):
@@ -106,16 +113,29 @@ def hopper_tile(
 ) -> TileShape:
     """Tile of the Hopper kernels for `units` = sequences * KV heads of max_tokens each."""
     tile = HOPPER_TILES[head_dim]
-    holds_long = page_size is None or page_size >= 128
-    wide_tokens = max_tokens / max(1, sms // (units * math.ceil(num_rows / 128)))
-    if head_dim == 128 and holds_long and num_rows > 64 and wide_tokens >= _WIDE_TOKENS:
-        return HOPPER_WIDE_TILE
-    tokens = max_tokens / max(1, sms // (units * math.ceil(num_rows / 64)))
-    if head_dim == 64 and holds_long and tokens >= _LONG_BLOCKS_TOKENS:
-        return HOPPER_LONG_TILE
-    if tokens < _TWO_PROGRAMS_TOKENS:
+    narrow, wide = (units * math.ceil(num_rows / rows) for rows in (64, 128))
+    if narrow == units:
+        return tile._replace(programs_per_sm=1)
+    unsplit = sms < 2 * wide
+    wide_tile = HOPPER_WIDE_TILES.get(head_dim)
+    if wide_tile and wide > units and _in_one_page(wide_tile, page_size):
+        least = _WIDE_UNSPLIT_TOKENS if unsplit else _WIDE_TOKENS
+        if max_tokens >= least * max(1, sms // wide):
+            return wide_tile
+    long_tile = HOPPER_LONG_TILES.get(head_dim)
+    if long_tile and _in_one_page(long_tile, page_size):
+        if head_dim == 64 and max_tokens >= _LONG_TOKENS * max(1, 2 * sms // narrow):
+            return long_tile
+        if head_dim == 128 and sms < 2 * narrow <= 2 * sms and max_tokens <= _UNSPLIT_TOKENS:
+            return long_tile
+    if max_tokens < _TWO_PROGRAMS_TOKENS[head_dim] * max(1, sms // narrow):
         return tile._replace(programs_per_sm=1)
     return tile
+
+
+def _in_one_page(tile: TileShape, page_size: int | None) -> bool:
+    """A block is one copy, so it must lie in one page."""
+    return page_size is None or page_size >= tile.block
 
 
 def tile_shape(num_rows: int, head_dim: int, dtype: torch.dtype) -> TileShape:
@@ -129,11 +149,11 @@ def tile_shape(num_rows: int, head_dim: int, dtype: torch.dtype) -> TileShape:
 
 
 def hopper_fits(head_dim: int, dtype: torch.dtype, page_size: int | None) -> bool:
-    """Whether the Hopper kernels take it: a block is one copy, so it lies in one page."""
+    """Whether the Hopper kernels take such a launch."""
     return (
         head_dim in HOPPER_TILES
         and dtype != torch.float32
-        and (page_size is None or page_size >= HOPPER_TILES[head_dim].block)
+        and _in_one_page(HOPPER_TILES[head_dim], page_size)
     )
 
 

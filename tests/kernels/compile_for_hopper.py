@@ -28,9 +28,9 @@ from specdeft.kernels import (
     merge,
 )
 from specdeft.kernels.launch_shape import (
-    HOPPER_LONG_TILE,
+    HOPPER_LONG_TILES,
     HOPPER_TILES,
-    HOPPER_WIDE_TILE,
+    HOPPER_WIDE_TILES,
     Kernel,
     tile_shape,
 )
@@ -102,7 +102,8 @@ def main() -> None:
         options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
         compile_kernel(f"flatten-{rows}", deft_flatten._tree_attention_kernel, constants, options)
     hopper_tiles = {f"hopper-{dim}": (dim, tile) for dim, tile in HOPPER_TILES.items()}
-    hopper_tiles |= {"hopper-long": (64, HOPPER_LONG_TILE), "hopper-wide": (128, HOPPER_WIDE_TILE)}
+    hopper_tiles |= {f"hopper-long-{dim}": (dim, tile) for dim, tile in HOPPER_LONG_TILES.items()}
+    hopper_tiles |= {f"hopper-wide-{dim}": (dim, tile) for dim, tile in HOPPER_WIDE_TILES.items()}
     for name, (dim, tile) in hopper_tiles.items():
         constants = {
             "KV_HEADS": 3, "GROUP": 3, "DIM": dim, "PAGE_SIZE": 128, "PAGED": True,

@@ -23,11 +23,15 @@ def test_main_configurations_fit_and_do_not_spill() -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = {row["name"]: row for row in map(json.loads, done.stdout.splitlines())}
-    assert len(found) == 11
+    assert len(found) == 13
     assert all(row["stack"] == 0 for row in found.values()), found
-    for name in ("flatten-64", "hopper-64", "hopper-256", "hopper-wide", "forest-partials"):
+    for name in ("flatten-64", "hopper-64", "hopper-256", "hopper-wide-128", "forest-partials"):
         assert found[name]["hgmma"] > 0, name
     assert found["flatten-16"]["hmma"] > 0
-    for name in ("flatten-64", "hopper-128", "hopper-long"):  # two programs of 128 threads on an SM
+    for name in (
+        "flatten-64",
+        "hopper-128",
+        "hopper-long-64",
+    ):  # two programs of 128 threads on an SM
         assert 2 * (found[name]["shared"] + 1024) <= SHARED_OF_AN_SM, name
         assert 2 * 128 * found[name]["registers"] <= REGISTERS_OF_AN_SM, name

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from specdeft.kernels.launch_shape import (
-    HOPPER_LONG_TILE,
+    HOPPER_LONG_TILES,
     HOPPER_TILES,
-    HOPPER_WIDE_TILE,
+    HOPPER_WIDE_TILES,
     Kernel,
     TileShape,
     hopper_fits,
@@ -18,7 +18,7 @@ from tests.kernels.speculation_case import DEVICE, Case
 
 native = pytest.mark.gpu
 BF16 = torch.bfloat16
-NARROW, WIDE = HOPPER_TILES[128], HOPPER_WIDE_TILE
+NARROW, WIDE = HOPPER_TILES[128], HOPPER_WIDE_TILES[128]
 BOTH = pytest.mark.parametrize("tile", [NARROW, WIDE], ids=["narrow", "wide"])
 
 
@@ -49,10 +49,20 @@ def test_tree_sizes(num_nodes: int, tile: TileShape) -> None:
 
 
 @native
-@pytest.mark.parametrize("tile", [HOPPER_TILES[64], HOPPER_LONG_TILE], ids=["short", "long"])
+@pytest.mark.parametrize(
+    ("heads", "tile"),
+    [
+        ((9, 3, 64), HOPPER_TILES[64]),
+        ((9, 3, 64), HOPPER_LONG_TILES[64]),
+        ((8, 2, 128), HOPPER_LONG_TILES[128]),
+        ((4, 2, 256), HOPPER_TILES[256]),
+        ((4, 2, 256), HOPPER_WIDE_TILES[256]),
+    ],
+    ids=["64", "64-long", "128-long", "256", "256-wide"],
+)
 @pytest.mark.parametrize("length", [0, 64, 127, 128, 129, 2000])
-def test_blocks_of_64_and_128_tokens_at_64_dims(length: int, tile: TileShape) -> None:
-    case = Case([length], random_parents(70, 3), heads=(9, 3, 64), dtype=BF16, page_size=128)
+def test_other_tiles(length: int, heads: tuple[int, int, int], tile: TileShape) -> None:
+    case = Case([length], random_parents(70, 3), heads=heads, dtype=BF16, page_size=128)
     for num_splits in (1, 4):
         _check(case, num_splits, tile)
 
@@ -113,11 +123,17 @@ def test_tile_by_rows_and_tokens() -> None:
     def tile(num_nodes: int, tokens: int, dim: int = 128, page_size: int | None = 128) -> TileShape:
         return hopper_tile(4 * num_nodes, dim, page_size, 8, tokens, 132)
 
-    assert tile(64, 2_112) == NARROW._replace(programs_per_sm=1)
+    alone = NARROW._replace(programs_per_sm=1)
+    assert tile(16, 65_552) == alone
+    assert tile(64, 2_112) == alone
     assert tile(64, 8_256) == NARROW
-    assert tile(64, 32_832) == WIDE
-    assert tile(256, 8_448) == WIDE
+    assert tile(64, 16_448) == WIDE
+    assert tile(32, 65_568) == NARROW
+    assert tile(256, 1_280) == HOPPER_LONG_TILES[128]
+    assert tile(256, 4_352) == WIDE
+    assert tile(512, 1_536) == WIDE
     assert tile(256, 8_448, page_size=64) == NARROW
-    assert tile(16, 65_552) == NARROW
-    assert tile(256, 8_448, dim=64) == HOPPER_LONG_TILE
-    assert tile(256, 8_448, dim=256) == HOPPER_TILES[256]
+    assert tile(64, 8_256, dim=64) == HOPPER_LONG_TILES[64]
+    assert tile(64, 2_112, dim=64) == HOPPER_TILES[64]
+    assert tile(64, 8_256, dim=256) == HOPPER_TILES[256]._replace(programs_per_sm=1)
+    assert tile(256, 8_448, dim=256) == HOPPER_WIDE_TILES[256]
