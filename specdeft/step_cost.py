@@ -28,8 +28,8 @@ from specdeft.trees.atomic import write_text_atomic
 from specdeft.trees.token_tree import TokenTree
 from specdeft.user_cache import cache_root, tell
 
-LEAST_ROUNDS, MOST_ROUNDS = 5, 40
-ROUND_BUDGET_S = 0.2  # of steps of one size; short steps are timed more often
+LEAST_ROUNDS, MOST_ROUNDS = 2, 40
+BUDGET_S = 5.0  # of all rounds but the first: short steps are timed more often
 STEPS_IN_A_ROW = 8  # replayed graphs: the host reads a step late, so it must not wait for each
 CONTEXTS = (1024, 4096, 16384, 65536)
 MOST_READ_TOKENS = 256  # of a stand-in text; the rest of the context is empty cache
@@ -79,8 +79,8 @@ def measure_step_ms(
             if round_index:  # the first round warms up
                 times_ms[size].append(elapsed_ms)
         if round_index == 1:
-            longest_ms = max(times[0] for times in times_ms.values())
-            affordable = int(ROUND_BUDGET_S * 1e3 / max(longest_ms, 1e-3))
+            round_ms = stand.in_a_row * sum(times[0] for times in times_ms.values())
+            affordable = int(BUDGET_S * 1e3 / max(round_ms, 1e-3))
             rounds = min(max(affordable, LEAST_ROUNDS), MOST_ROUNDS)
         round_index += 1
     sizes = sorted(times_ms)

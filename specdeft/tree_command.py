@@ -11,7 +11,7 @@ from specdeft.trees.named import NAMED_TREES
 from specdeft.trees.options import Options
 from specdeft.trees.picture import save_picture
 from specdeft.trees.request import check_lookup, tree_of
-from specdeft.trees.search import ValuedPaths
+from specdeft.trees.search import ValuedPaths, replayed_tau
 from specdeft.trees.token_tree import TokenTree
 
 SHOWN_SIZES = (2, 4, 8, 16, 24, 32, 48, 64)
@@ -110,11 +110,24 @@ def _search(options: argparse.Namespace) -> None:
     most = 1 + len(values.paths) + (len(values.lookup) if options.lookup != "off" else 0)
     sizes = [size for size in SHOWN_SIZES if size <= most]
     _table({str(size): tree_of(size, values, options.lookup) for size in sizes}, values)
+    if values.taus:
+        sys.stdout.write("\n" + _replayed(sizes, values, options.lookup != "off"))
     if chosen is not None:
         sys.stdout.write("\n")
         _print(chosen, values, options)
         if options.output is not None:
             _write(chosen, values, options.output)
+
+
+def _replayed(sizes: Sequence[int], values: ValuedPaths, lookup: bool) -> str:
+    """What the best trees brought when the answers they were made from were decoded with them."""
+    heats = sorted({row.temperature for row in values.taus})
+    lines = ["replayed tau  " + "  ".join(f"T = {heat:<4g}" for heat in heats)]
+    for size in sizes:
+        taus = (replayed_tau(values, size, temperature=heat, lookup=lookup) for heat in heats)
+        cells = "  ".join("       -" if tau is None else f"{tau:>8.2f}" for tau in taus)
+        lines.append(f"{size:>5} nodes   {cells}")
+    return "\n".join(lines) + "\n"
 
 
 def _compare(options: argparse.Namespace) -> None:

@@ -2,13 +2,14 @@
 
 import json
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from specdeft.cli import main
 from specdeft.trees.named import named_tree
-from specdeft.trees.search import ValuedPaths
+from specdeft.trees.search import ReplayedTau, ValuedPaths
 from specdeft.trees.token_tree import TokenTree
 
 VALUES = ValuedPaths(
@@ -46,6 +47,22 @@ def test_search_lists_sizes_and_writes_the_tree_of_one(
     out = run(["search", "--nodes", "5", "--output", str(path), *values], capsys)
     assert [line.split()[0] for line in out.splitlines()[2:5]] == ["2", "4", "8"]
     assert TokenTree.load(path).num_nodes == 5
+
+
+def test_search_shows_what_replays_brought(tmp_path: Path, capsys) -> None:
+    taus = tuple(
+        ReplayedTau(heat, True, size, tau)
+        for heat, size, tau in ((0.0, 2, 1.5), (0.0, 8, 2.5), (0.7, 2, 1.25), (0.7, 8, 2.0))
+    )
+    replace(VALUES, taus=taus).save(tmp_path / "tree_values.json")
+    out = run(["search", "--values", str(tmp_path)], capsys)
+    assert "replayed tau  T = 0     T = 0.7" in out
+    rows = [line.split() for line in out.splitlines() if " nodes " in line and "tree" not in line]
+    assert rows == [
+        ["2", "nodes", "1.50", "1.25"],
+        ["4", "nodes", "2.00", "1.62"],  # between two sizes by the logarithm
+        ["8", "nodes", "2.50", "2.00"],
+    ]
 
 
 def test_compare_puts_trees_beside_each_other(values: list[str], capsys) -> None:
