@@ -23,6 +23,16 @@ class Target(NamedTuple):
         """Width of the hidden state the heads read."""
         return int(self.model.get_input_embeddings().weight.shape[1])
 
+    def check_output_layer(self) -> None:
+        """ValueError unless the heads' losses can read the output layer's weight."""
+        layer = self.model.get_output_embeddings()
+        weight = getattr(layer, "weight", None)
+        if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
+            raise ValueError(
+                f"the output layer of {self.name} ({type(layer).__name__}) is quantised: load the "
+                "model with that layer left out of the quantisation"
+            )
+
     @property
     def vocab_size(self) -> int:
         """Rows of the output layer."""

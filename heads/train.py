@@ -69,6 +69,7 @@ def new_heads(target: Target, shape: Shape, documents: Documents) -> tuple[Medus
     ids, coverage = None, 1.0
     if config.draft_vocab_size is not None:
         ids, coverage = frequent_ids(documents, config.draft_vocab_size, target.vocab_size)
+    target.check_output_layer()
     heads = MedusaHeads(config, ids).to(target.model.device)
     if config.output == "own":
         heads.init_own_output(target.model.get_output_embeddings())
@@ -168,6 +169,13 @@ def _documents(options: argparse.Namespace, target: Target, group: Processes) ->
     return Documents.load(kept)
 
 
+def _cell_size(options: argparse.Namespace, target: Target) -> int | None:
+    """Without a size a cell of two blocks weighs about as much as four heads' own blocks."""
+    if options.cell_size is None:
+        return 64 * max(1, round(2.5 * target.hidden_size / 64))
+    return options.cell_size or None
+
+
 def _jointly(
     options: argparse.Namespace, target: Target, training: Documents
 ) -> tuple[Target, dict[str, Any]]:
@@ -183,6 +191,8 @@ def _jointly(
 
 def _check(options: argparse.Namespace, group: Processes) -> None:
     """What can be refused before a model is loaded."""
+    if options.cell_size and (options.parallel or options.no_token_input):
+        raise ValueError("--cell-size is for sequential heads: leave out one of the options")
     if options.joint:
         check_available(options.joint)
         if group.size > 1:
@@ -205,14 +215,15 @@ def run(
         write_json(options.output / RUN_NAME, _as_config(options))
     documents = _documents(options, target, group)
     training, held_out = documents.split(options.held_out, options.seed)
+    sequential = not (options.parallel or options.no_token_input)
     shape = Shape(
         num_heads=options.num_heads,
         num_layers=options.num_layers,
         output=options.heads_output,
         token_input=not options.no_token_input,
         projection=not options.no_projection,
-        sequential=not (options.parallel or options.no_token_input),
-        cell_size=options.cell_size,
+        sequential=sequential,
+        cell_size=_cell_size(options, target) if sequential else None,
         draft_vocab_size=options.draft_vocab_size if options.heads_output == "reduced" else None,
     )
     config = TrainConfig(
@@ -296,7 +307,8 @@ def _parser() -> argparse.ArgumentParser:
         "--cell-size",
         type=int,
         metavar="WIDTH",
-        help="all heads are one recurrent cell of so wide gated blocks",
+        help="sequential heads are one recurrent cell of so wide gated blocks (0: blocks of each "
+        "head's own; default: the hidden size times 2.5)",
     )
     add(
         "--no-token-input",

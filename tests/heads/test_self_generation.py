@@ -254,3 +254,28 @@ def test_killed_runs_resume_to_the_same_files(model_folder: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("0 of 2 runs differ\n")
+
+
+@pytest.mark.parametrize(
+    ("more", "cell_size", "sequential"),
+    [([], 64, True), (["--cell-size", "24"], 24, True), (["--cell-size", "0"], None, True)]
+    + [([option], None, False) for option in ("--parallel", "--no-token-input")],
+)
+def test_the_kind_of_heads_follows_from_the_options(
+    tmp_path: Path, model_folder: Path, more: list[str], cell_size: int | None, sequential: bool
+) -> None:
+    data = tmp_path / "data.jsonl"
+    words = " ".join(f"w{i}" for i in range(40))
+    data.write_text("\n".join(json.dumps({"text": words}) for _ in range(10)), encoding="utf-8")
+    command = ["--model", str(model_folder), "--data", str(data), "--output", str(tmp_path / "o")]
+    assert main([*command, "--max-steps", "2", "--batch-rows", "32", *more]) == 0
+    config = MedusaHeads.load(tmp_path / "o").config
+    assert (config.cell_size, config.sequential) == (cell_size, sequential)
+
+
+def test_a_cell_for_parallel_heads_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["--model", "m", "--output", str(tmp_path), "--parallel", "--cell-size", "8"]
+    assert main(command) == 2
+    assert "--cell-size is for sequential heads" in capsys.readouterr().err

@@ -15,6 +15,7 @@ from specdeft.heads.documents import Documents, from_lists
 from specdeft.heads.features import IGNORED, extract
 from specdeft.heads.medusa import HeadsConfig, MedusaHeads
 from specdeft.heads.target import Target
+from specdeft.heads.train import Shape, new_heads
 from specdeft.heads.trainer import (
     STATE_NAME,
     FeatureSource,
@@ -256,3 +257,9 @@ def test_a_quantised_target_is_learnt_from(tmp_path: Path, target: Target, outpu
     trainer.run()
     log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert log[-1]["loss"] < 0.8 * log[0]["loss"]
+
+
+def test_a_quantised_output_layer_is_refused(target: Target) -> None:
+    target.model.lm_head = Int8Linear(target.model.lm_head)
+    with pytest.raises(ValueError, match="left out of the quantisation"):
+        new_heads(target, Shape(num_heads=2, num_layers=1), texts())
