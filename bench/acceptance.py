@@ -148,7 +148,7 @@ def measure(
             row.name,
             row.decoder.tree,
             config.temperature,
-            row.decoder.expected_tau,
+            row.decoder.expected_tau_at(config.temperature),
             tuple(runs[c, r]),
             kinds,
         )

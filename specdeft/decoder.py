@@ -361,8 +361,12 @@ class SpecDecoder:
 
     @property
     def expected_tau(self) -> float | None:
-        """Tokens a step expected of the tree in use, where its heads were calibrated."""
-        return self._choice.expected_tau
+        """Tokens a greedy step is expected to bring, where the drafts were calibrated."""
+        return self._choice.expected_tau(0.0)
+
+    def expected_tau_at(self, temperature: float) -> float | None:
+        """`expected_tau` of steps that sample at a temperature."""
+        return self._choice.expected_tau(temperature)
 
     @property
     def tree(self) -> TokenTree:

@@ -115,7 +115,7 @@ def main(arguments: Sequence[str]) -> int:
         "finish_reason": result.finish_reason,
         "stats": result.stats.to_dict(),
     }
-    _say(_describe(result.stats, decoder.expected_tau))
+    _say(_describe(result.stats, decoder.expected_tau_at(config.temperature)))
     if decoder.heads is not None and _never_right(result.stats):
         _say(
             f"not one drafted token was right in {result.stats.num_steps} steps: these heads look "

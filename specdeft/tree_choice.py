@@ -103,13 +103,12 @@ class TreeChoice:
         self.report = chosen.report
         return chosen.tree
 
-    @property
-    def expected_tau(self) -> float | None:
-        """Tokens a greedy step is expected to bring, where what the tree is made of was measured;
-        None for a tree that drafts nothing."""
+    def expected_tau(self, temperature: float) -> float | None:
+        """Tokens a step is expected to bring, where what the tree is made of was measured; None for
+        a tree that drafts nothing."""
         if self._values is None or self.tree.num_nodes == 1:
             return None
-        return self._expected(self.tree, 0.0)
+        return self._expected(self.tree, temperature)
 
     def at(self, place: Place, temperature: float = 0.0) -> Chosen:
         """What "auto" takes at a place; measures the step cost there the first time."""

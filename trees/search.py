@@ -24,6 +24,10 @@ from specdeft.trees.topology import RankPath
 from specdeft.trees.whole_numbers import whole_numbers
 
 
+# What reading JSON of any origin can raise, numbers beyond every measure included.
+_MALFORMED = (TypeError, KeyError, ValueError, AttributeError, RecursionError, ArithmeticError)
+
+
 class ReplayedTau(NamedTuple):
     """Tokens a step that the best tree of a size brought when known texts were decoded with it.
 
@@ -117,7 +121,7 @@ class ValuedPaths:
                 ReplayedTau(float(heat), bool(looked_up), int(size), float(tau))
                 for heat, looked_up, size, tau in fields.get("taus", ())
             )
-        except (TypeError, KeyError, ValueError, AttributeError, RecursionError) as error:
+        except _MALFORMED as error:
             raise ValueError(
                 "the text is not valued paths: write an object with paths and values"
             ) from error

@@ -11,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdeft.trees.search import (
+    ReplayedTau,
     ValuedPaths,
     best_tree,
     choose_size,
     expected_tau,
     grow_from_accuracies,
+    replayed_tau,
 )
 from specdeft.trees.token_tree import TokenTree
 
@@ -186,3 +188,50 @@ def test_files_of_what_is_no_path_are_refused(paths: str) -> None:
 def test_a_file_nested_too_deeply_is_refused() -> None:
     with pytest.raises(ValueError, match="not valued paths"):
         ValuedPaths.from_json("[" * 100_000)
+
+
+TRIED = tuple(
+    ReplayedTau(heat, lookup, size, tau)
+    for heat, lookup, size, tau in (
+        (0.0, True, 4, 2.0),
+        (0.0, True, 16, 3.0),
+        (0.7, True, 4, 1.5),
+        (0.7, False, 4, 1.25),
+    )
+)
+
+
+@pytest.mark.parametrize(
+    ("size", "temperature", "lookup", "tau"),
+    [
+        (1, 0.0, True, 1.0),
+        (4, 0.0, True, 2.0),
+        (8, 0.2, True, 2.5),  # half-way by the logarithm, the nearer temperature
+        (2, 0.0, True, 1.5),
+        (64, 0.0, True, 3.0),  # no more than the largest that was tried
+        (4, 1.3, True, 1.5),
+        (4, 0.0, False, 1.25),
+    ],
+)
+def test_replayed_tau(size: int, temperature: float, lookup: bool, tau: float) -> None:
+    valued = ValuedPaths(((0,),), (0.5,), taus=TRIED)
+    assert replayed_tau(valued, size, temperature=temperature, lookup=lookup) == pytest.approx(tau)
+    assert ValuedPaths.from_json(valued.to_json()).taus == TRIED
+
+
+def test_sizes_that_were_not_tried_have_no_replayed_tau() -> None:
+    assert replayed_tau(ValuedPaths((), ()), 8, temperature=0.0, lookup=True) is None
+
+
+@pytest.mark.parametrize("tau", [0.5, float("nan"), float("inf")])
+def test_impossible_replays_are_refused(tau: float) -> None:
+    with pytest.raises(ValueError, match="replayed tau"):
+        ValuedPaths((), (), taus=(ReplayedTau(0.0, True, 4, tau),))
+
+
+@pytest.mark.parametrize(
+    "taus", ["3", "[3]", "[[0, true, 4]]", "[[0, true, 1e999, 2]]", '[["a", true, 4, 2.0]]']
+)
+def test_files_with_malformed_replays_are_refused(taus: str) -> None:
+    with pytest.raises(ValueError, match="not valued paths"):
+        ValuedPaths.from_json(f'{{"paths": [], "values": [], "taus": {taus}}}')
