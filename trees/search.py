@@ -23,7 +23,6 @@ from specdeft.trees.token_tree import TokenTree
 from specdeft.trees.topology import RankPath
 from specdeft.trees.whole_numbers import whole_numbers
 
-
 # What reading JSON of any origin can raise, numbers beyond every measure included.
 _MALFORMED = (TypeError, KeyError, ValueError, AttributeError, RecursionError, ArithmeticError)
 
