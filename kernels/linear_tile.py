@@ -6,7 +6,6 @@ rows, and for weights of hundreds of megabytes. Pure Python, no triton.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 MOST_ELEMENTS = 1 << 27  # of a weight
@@ -21,7 +20,6 @@ class LinearTile(NamedTuple):
     num_stages: int
 
 
-@lru_cache(maxsize=512)
 def linear_tile(num_rows: int, num_outputs: int, dim: int) -> LinearTile | None:
     """The tile of x [N, K] times W [O, K] transposed in 16 bits; None where cuBLAS is as fast."""
     if num_rows > 1 or num_outputs * dim > MOST_ELEMENTS:

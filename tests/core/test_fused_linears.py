@@ -111,3 +111,43 @@ def test_a_saved_and_reloaded_model_is_the_same(tmp_path: Any) -> None:
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path)
     assert hf_greedy(again, prompt_ids(7), 12) == expected == hf_greedy(model, prompt_ids(7), 12)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_one_row_in_sixteen_bits_takes_our_kernel(
+    compile: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, here interpreted: siblings and single layers, alone and in a traced graph."""
+    pytest.importorskip("triton")
+    import specdeft.kernels.one_row_linear as ours
+
+    calls: list[int] = []
+    kernel = ours.one_row_linear
+
+    def counted(x: torch.Tensor, weight: torch.Tensor, tile: Any) -> torch.Tensor:
+        calls.append(len(weight))
+        return kernel(x, weight, tile)
+
+    monkeypatch.setattr(ours, "one_row_linear", counted)
+    monkeypatch.setattr(
+        "specdeft.fused_linears._is_for_our_kernel", lambda weight: weight.dtype == torch.float16
+    )
+    module: Any = Recorder().half()
+    module.down_proj = nn.Linear(6, 5, bias=False).half()
+    module.biased = nn.Linear(6, 5).half()
+    linears = FusedLinears(module, nn.Identity())
+
+    def run(x: torch.Tensor) -> list[torch.Tensor]:
+        return [*module(x), module.down_proj(x), module.biased(x)]
+
+    torch._dynamo.reset()
+    function = torch.compile(run, backend="eager", fullgraph=True) if compile else run
+    for num_rows, expected_calls in ((1, [7, 5]), (2, [])):
+        x = torch.randn(1, num_rows, 6).half()
+        expected = run(x.double().half())  # outside: the stock layers
+        calls.clear()
+        with linears.installed():
+            found = function(x)
+        assert calls == expected_calls
+        for given, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(given, wanted, rtol=2e-3, atol=2e-3)
