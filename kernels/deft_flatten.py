@@ -316,7 +316,19 @@ def tree_attention(
             f"scratch of shape {tuple(part_out.shape)} does not fit {splits} splits of "
             f"{shape.num_rows} rows: take it from allocate_scratch with this call's launch_shape"
         )
-    common = {
+    shared = {
+        "part_out_ptr": part_out,
+        "part_lse_ptr": part_lse,
+        "out_ptr": out,
+        "lse_ptr": lse,
+        "lengths_ptr": lengths,
+        "sinks_ptr": lengths if sinks is None else sinks,
+        "num_nodes": num_nodes,
+        "num_rows": shape.num_rows,
+        "num_splits": splits,
+        "out_stride_b": out.stride(0),
+        "out_stride_n": out.stride(1),
+        "out_stride_h": out.stride(2),
         "KV_HEADS": kv_heads,
         "GROUP": group,
         "DIM": head_dim,
@@ -324,28 +336,19 @@ def tree_attention(
         "BLOCK": tile.block,
         "MIN_BLOCKS": MIN_BLOCKS,
         "HAS_SINKS": sinks is not None,
+        # Either kernel starts while the one before it ends, and waits for its results before
+        # reading any.
+        **({"launch_pdl": True} if _can_start_early(q) else {}),
     }
     given = {
         "q_ptr": q,
-        "out_ptr": out,
-        "lse_ptr": lse,
-        "part_out_ptr": part_out,
-        "part_lse_ptr": part_lse,
-        "lengths_ptr": lengths,
         "words_ptr": mask_words,
         "table_ptr": lengths if page_table is None else page_table,
-        "sinks_ptr": lengths if sinks is None else sinks,
-        "num_nodes": num_nodes,
-        "num_rows": shape.num_rows,
         "num_words": mask_words.shape[-1],
-        "num_splits": splits,
         "capacity": capacity,
         "q_stride_b": q.stride(0),
         "q_stride_n": q.stride(1),
         "q_stride_h": q.stride(2),
-        "out_stride_b": out.stride(0),
-        "out_stride_n": out.stride(1),
-        "out_stride_h": out.stride(2),
         "words_stride_b": mask_words.stride(0) if mask_words.ndim == 3 else 0,
         "table_stride": 0 if page_table is None else page_table.stride(0),
         "PAGE_SIZE": page_size,
@@ -353,8 +356,6 @@ def tree_attention(
         "ONE_SPLIT": splits == 1,
         "num_warps": tile.num_warps,
     }
-    early, merge_early = _early_launches(q)
-    launch = {"launch_pdl": True} if early else {}
     grid = (shape.num_row_tiles, kv_heads, batch * splits)
     if tile.kernel is not Kernel.TRITON:
         from specdeft.kernels import flatten_hopper  # Gluon's Hopper half exists on such a device
@@ -367,8 +368,7 @@ def tree_attention(
             wide=tile.kernel is Kernel.HOPPER_WIDE,
             STAGES=tile.num_stages,
             **given,
-            **common,
-            **launch,
+            **shared,
         )
     else:
         _tree_attention_kernel[grid](
@@ -385,36 +385,23 @@ def tree_attention(
             WINDOW=window or 0,
             CAPPED=softcap is not None,
             PRECISION=dot_precision(q),
-            PDL=early or merge_early,
+            PDL=_can_start_early(q),
             num_stages=tile.num_stages,
             **given,
-            **common,
-            **launch,
+            **shared,
         )
     if splits > 1:
         splits_padded = triton.next_power_of_2(splits)
+        dim_padded = triton.next_power_of_2(head_dim)
         merged = merged_rows(splits_padded, head_dim, tile.rows)
         merge_kernel[(triton.cdiv(shape.num_rows, merged), kv_heads, batch)](
-            part_out_ptr=part_out,
-            part_lse_ptr=part_lse,
-            out_ptr=out,
-            lse_ptr=lse,
-            lengths_ptr=lengths,
-            sinks_ptr=given["sinks_ptr"],
-            num_nodes=num_nodes,
-            num_rows=shape.num_rows,
-            num_splits=splits,
-            out_stride_b=out.stride(0),
-            out_stride_n=out.stride(1),
-            out_stride_h=out.stride(2),
-            DIM_PADDED=triton.next_power_of_2(head_dim),
+            DIM_PADDED=dim_padded,
             MERGED=merged,
             SPLITS_PADDED=splits_padded,
             WINDOW=window or 0,
-            PDL=merge_early,
-            num_warps=merge_warps(merged * splits_padded * triton.next_power_of_2(head_dim)),
-            **common,
-            **({"launch_pdl": True} if merge_early else {}),
+            PDL=_can_start_early(q),
+            num_warps=merge_warps(merged * splits_padded * dim_padded),
+            **shared,
         )
     return out, lse
 
@@ -437,13 +424,9 @@ def merged_rows(splits_padded: int, head_dim: int, tile_rows: int) -> int:
     return max(1, min(rows, tile_rows, 8))
 
 
-def _early_launches(q: Tensor) -> tuple[bool, bool]:
-    """Programmatic dependent launch of the partials and of the merge kernel.
-
-    Either starts while the kernel before it ends, and waits for its results before reading any.
-    """
-    able = q.is_cuda and torch.cuda.get_device_capability(q.device)[0] >= 9
-    return able, able
+def _can_start_early(q: Tensor) -> bool:
+    """Whether the device has programmatic dependent launch."""
+    return q.is_cuda and torch.cuda.get_device_capability(q.device)[0] >= 9
 
 
 def _check(

@@ -1,5 +1,7 @@
 """The Hopper kernels against float64, natively; elsewhere only which launches would take them."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -137,3 +139,36 @@ def test_tile_by_rows_and_tokens() -> None:
     assert tile(64, 2_112, dim=64) == HOPPER_TILES[64]
     assert tile(64, 8_256, dim=256) == HOPPER_TILES[256]._replace(programs_per_sm=1)
     assert tile(256, 8_448, dim=256) == HOPPER_WIDE_TILES[256]
+
+
+@pytest.mark.parametrize("tile", [NARROW, WIDE, HOPPER_LONG_TILES[64]])
+def test_launches_give_the_kernels_what_they_take(
+    monkeypatch: pytest.MonkeyPatch, tile: TileShape
+) -> None:
+    """Names only, so that it holds without a GPU too."""
+    from specdeft.kernels import flatten_hopper, flatten_hopper_wide
+
+    if is_hopper(DEVICE):
+        pytest.skip("the kernels run natively here")
+    given: list[dict[str, object]] = []
+
+    class Kernel:
+        def __init__(self, kernel: Any) -> None:
+            self.names = set(kernel.arg_names)
+
+        def __getitem__(self, grid: tuple[int, int, int]) -> object:
+            assert min(grid) >= 1
+            return lambda **arguments: given.append(arguments)
+
+    kernels = {
+        False: Kernel(flatten_hopper.hopper_attention_kernel),
+        True: Kernel(flatten_hopper_wide.wide_attention_kernel),
+    }
+    monkeypatch.setattr(flatten_hopper, "hopper_attention_kernel", kernels[False])
+    monkeypatch.setattr(flatten_hopper_wide, "wide_attention_kernel", kernels[True])
+    dim = 64 if tile.block != NARROW.block and tile is not WIDE else 128
+    case = Case([300], random_parents(9, 1), heads=(4, 2, dim), dtype=torch.float16, page_size=128)
+    case.run(case.shape(1, tile))
+    (arguments,) = given
+    assert set(arguments) - {"num_warps", "launch_pdl"} == kernels[tile is WIDE].names
+    assert (arguments["ROWS"], arguments["BLOCK"]) == (tile.rows, tile.block)
