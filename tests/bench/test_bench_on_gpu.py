@@ -36,3 +36,25 @@ def test_acceptance(capsys):
     for row in json.loads(capsys.readouterr().out)["rows"]:
         assert row["num_output_tokens"] == 60
         assert row["mean_acceptance_length"] >= 1.0
+
+
+def test_workloads_of_every_method(capsys):
+    arguments = ["workload", "--model", "random:llama-tiny", "--device", "cuda"]
+    arguments += ["--dtype", "bfloat16", "--prompt-len", "300", "--branches", "3", "--samples", "2"]
+    arguments += ["--branch-len", "20", "--trees", "deft-32", "-r", "2", "--output", "json"]
+    assert cli.main(arguments) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert len(rows) == 3 * 5
+    for row in rows:
+        assert row["logits_difference"] < 0.05
+        assert 0 < row["attention_ms_per_step"] < row["forward_ms_per_step"]
+
+
+def test_batches_and_temperatures(capsys):
+    arguments = ["latency", *MODEL, "--trees", "deft-32", "--input-len", "40", "--num-prompts", "4"]
+    arguments += ["--output-len", "30", "--dtype", "float32", "-r", "2", "--baselines", "none"]
+    arguments += ["--temperature", "0,0.7", "--batch-sizes", "1,4", "--output", "json"]
+    assert cli.main(arguments) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert [row["batch_size"] for row in data["batches"]] == [1, 1, 4, 4]
+    assert all(row["has_speed"] for row in [*data["rows"], *data["batches"]])
