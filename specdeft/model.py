@@ -144,7 +144,7 @@ class TargetModel:
         self.num_query_heads: int = self.config.num_attention_heads
         self.vocab_size: int = int(self.output_layer.weight.shape[0])
         self.hidden_size: int = int(self.config.hidden_size)
-        self.max_context: int = int(getattr(self.config, "max_position_embeddings", 0) or 2**31 - 1)
+        self.max_context: int = _max_context(self.config)
         self._linears = FusedLinears(model, self.output_layer)
         self._compiled: list[tuple[nn.Module, Callable[..., Any]]] = []
         self._keeps_logits = "logits_to_keep" in inspect.signature(type(model).forward).parameters
@@ -252,6 +252,24 @@ def _exchanged(forwards: list[tuple[nn.Module, Callable[..., Any]]]) -> Iterator
     finally:
         for module, _forward in forwards:
             del module.__dict__["forward"]
+
+
+def _max_context(config: Any) -> int:
+    """Positions that the model can be at.
+
+    Long RoPE turns all tokens of a forward by other angles as soon as one of them stands past the
+    original context: a drafted node or another sequence of the batch would change the text. So
+    only positions before it are allowed.
+    """
+    longest = int(getattr(config, "max_position_embeddings", 0) or 2**31 - 1)
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
+    originals = [
+        kind.get("original_max_position_embeddings", longest)
+        for kind in kinds
+        if kind.get("rope_type") == "longrope"
+    ]
+    return min(longest, *map(int, originals)) if originals else longest
 
 
 def _kv_shape(config: Any) -> KVShape:

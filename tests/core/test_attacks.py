@@ -15,12 +15,21 @@ from specdeft.cli import main
 from specdeft.config import GenerationConfig
 from specdeft.heads.checkpoint import load_heads
 from specdeft.heads.medusa import HeadsConfig, MedusaHeads
+from specdeft.model import TargetModel
 from specdeft.sampling import gumbel_noise, noise_keys
 from specdeft.trees.search import ValuedPaths
 from specdeft.trees.token_tree import TokenTree
 from specdeft.user_cache import damage
 from tests.core.test_generate_command import save_tokenizer
-from tests.core.tiny import MAX_POSITIONS, VOCAB_SIZE, ByteTokenizer, tiny_model
+from tests.core.tiny import (
+    MAX_POSITIONS,
+    VOCAB_SIZE,
+    ByteTokenizer,
+    SuccessorHeads,
+    hf_greedy,
+    prompt_ids,
+    tiny_model,
+)
 
 PROMPT = [5, 6, 7]
 CHAIN = TokenTree.chain(4)
@@ -162,6 +171,35 @@ def test_a_heads_config_with_impossible_numbers_is_named(
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
     with pytest.raises(ValueError, match=r"config\.json"):
         load_heads(tmp_path)
+
+
+@pytest.mark.parametrize("by_layer_kind", [False, True])
+def test_long_rope_stays_where_its_angles_do_not_change(by_layer_kind: bool) -> None:
+    """Past the original context the angles of a whole forward change, those of drafted nodes and of
+    other rows of the batch with it: the text would depend on them."""
+    original = 48
+    long_rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
+        "original_max_position_embeddings": original,
+    }
+    model = tiny_model("phi3", rope_parameters=long_rope, original_max_position_embeddings=original)
+    if by_layer_kind:
+        model.config.rope_parameters = {"full_attention": long_rope}
+        assert TargetModel(model).max_context == original
+        return
+    prompts = [prompt_ids(original - 6), prompt_ids(5)]
+    asked = {"max_new_tokens": 6, "ignore_eos": True}
+    plain = SpecDecoder(model, ByteTokenizer(), lookup="off")
+    expected = [plain.generate(prompt, **asked).token_ids for prompt in prompts]
+    decoder = SpecDecoder(model, ByteTokenizer(), SuccessorHeads(expected), tree="deft-32")
+    together = decoder.generate([torch.tensor(prompt) for prompt in prompts], **asked)
+    assert [result.token_ids for result in together] == expected
+    assert list(expected[0]) == hf_greedy(model, prompts[0], 6)
+    with pytest.raises(ValueError, match=f"context of {original}: ask for at most 6"):
+        decoder.generate(prompts[0], max_new_tokens=7)
 
 
 # ---- inside transformers

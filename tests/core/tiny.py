@@ -64,12 +64,14 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 FAMILIES = tuple(_FAMILIES)
 
 
-def tiny_model(family: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+def tiny_model(
+    family: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
+) -> Any:
     """A random model whose greedy text varies; every call builds its own config (they are shared
-    with the model otherwise, and so is the attention choice)."""
+    with the model otherwise, and so is the attention choice). ``changes`` are the config's."""
     kind, extra = _FAMILIES[family]
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(kind, **{**_SHARED, **extra})
+    config = AutoConfig.for_model(kind, **{**_SHARED, **extra, **changes})
     attention = "eager" if family in ("gemma2", "gpt-oss") else "sdpa"
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
     with torch.no_grad():
