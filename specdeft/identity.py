@@ -16,6 +16,7 @@ from specdeft.batch import Batch
 from specdeft.config import GenerationConfig
 from specdeft.engine import PREFILL_CHUNK_TOKENS, Engine
 from specdeft.sampling import gumbel_noise, noise_keys, restrict
+from specdeft.sampling_edges import edges
 
 NEAR_TIE_ULP = 2.0
 
@@ -29,7 +30,8 @@ class IdentityReport:
         first_difference: index of the first differing id, None where there is none.
         num_tokens: ids read again by the target.
         num_exact: of these, the target's own choice.
-        num_near_ties: of the others, within ``NEAR_TIE_ULP`` of it.
+        num_near_ties: of the others, within ``NEAR_TIE_ULP`` of it, or drawn where tokens so near
+            an edge of top-k or top-p fall on its other side.
         worst_ulp: the largest distance from the target's choice.
         dtype: the target's.
     """
@@ -101,21 +103,38 @@ def distance_from_choice_ulp(
     """How far the target's choice lies above each token, [len(token_ids)] float32 in ulp.
 
     Scores are logits, or what is drawn from (restricted, with noise) above temperature 0; the unit
-    is that of the target's dtype at the size of the chosen logit, over the temperature.
+    is that of the target's dtype at the size of the chosen logit, over the temperature. A token
+    that is drawn where others within ``NEAR_TIE_ULP`` of an edge of top-k or top-p fall on its
+    other side lies that far.
     """
     logits = _forced_logits(engine, [*prompt_ids, *token_ids[:-1]], len(token_ids)).float()
-    scores = logits
-    if not config.is_greedy:
-        key = noise_keys(config.seed, torch.tensor([sequence])).to(logits.device)
-        positions = torch.arange(len(token_ids), device=logits.device) + len(prompt_ids)
-        noise = gumbel_noise(key, positions[None], logits.shape[-1])[0]
-        scores = restrict(logits / config.temperature, config.top_k, config.top_p) + noise
     tokens = torch.tensor(token_ids, device=logits.device)[:, None]
-    best, choice = scores.max(dim=-1)
-    gap = best - scores.gather(1, tokens)[:, 0]
-    size = logits.gather(1, choice[:, None])[:, 0].abs().clamp(min=torch.finfo(torch.float32).tiny)
-    ulp = torch.exp2(size.log2().floor()) * torch.finfo(engine.target.dtype).eps
-    return gap / (ulp / (config.temperature or 1.0))
+    if config.is_greedy:
+        return _gap(logits, tokens) / _ulp(logits, logits, engine.target.dtype)
+    scores = logits / config.temperature
+    key = noise_keys(config.seed, torch.tensor([sequence])).to(logits.device)
+    positions = torch.arange(len(token_ids), device=logits.device) + len(prompt_ids)
+    noise = gumbel_noise(key, positions[None], logits.shape[-1])[0]
+    drawn = restrict(scores, config.top_k, config.top_p) + noise
+    ulp = _ulp(logits, drawn, engine.target.dtype) / config.temperature
+    distance = _gap(drawn, tokens) / ulp
+    sure, possible = edges(scores, NEAR_TIE_ULP * ulp[:, None], config.top_k, config.top_p)
+    # Against the tokens that are inside for sure, and itself.
+    rivals = (scores + noise).masked_fill(~sure.scatter(1, tokens, True), float("-inf"))
+    at_edge = possible.gather(1, tokens)[:, 0] & (_gap(rivals, tokens) <= NEAR_TIE_ULP * ulp)
+    return torch.where(at_edge, distance.clamp(max=NEAR_TIE_ULP), distance)
+
+
+def _gap(scores: Tensor, tokens: Tensor) -> Tensor:
+    """[T], how far the best of [T, V] scores lies above that of each row's token [T, 1]."""
+    return scores.amax(dim=-1) - scores.gather(1, tokens)[:, 0]
+
+
+def _ulp(logits: Tensor, scores: Tensor, dtype: torch.dtype) -> Tensor:
+    """[T], the unit in the last place of a dtype at the logit of the best score."""
+    size = logits.gather(1, scores.argmax(dim=-1, keepdim=True))[:, 0].abs()
+    size = size.clamp(min=torch.finfo(torch.float32).tiny)
+    return torch.exp2(size.log2().floor()) * torch.finfo(dtype).eps
 
 
 def _forced_logits(engine: Engine, token_ids: list[int], num_last: int) -> Tensor:

@@ -8,6 +8,8 @@ import torch
 from specdeft.config import GenerationConfig
 from specdeft.decoder import SpecDecoder
 from specdeft.identity import compare, distance_from_choice_ulp
+from specdeft.sampling import restrict
+from specdeft.sampling_edges import edges
 from tests.core.tiny import VOCAB_SIZE, ByteTokenizer, prompt_ids, tiny_model
 
 PROMPT = tuple(prompt_ids(6))
@@ -76,3 +78,69 @@ def test_near_ties_by_hand(
     assert report.passed is passed
     assert report.num_near_ties == int(passed)
     assert report.worst_ulp == gap_ulp
+
+
+# ---- edges of top-k and top-p: four tokens of 0.4, 0.3, 0.2, 0.1
+
+SHARES = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "slack", "sure", "possible"),
+    [
+        (None, 1.0, 0.1, [1, 1, 1, 1], [1, 1, 1, 1]),
+        (2, 1.0, 0.1, [1, 1, 0, 0], [1, 1, 0, 0]),
+        (2, 1.0, 0.5, [1, 0, 0, 0], [1, 1, 1, 0]),  # 0.3 and 0.2 are 0.41 apart
+        (None, 0.65, 0.01, [1, 1, 0, 0], [1, 1, 0, 0]),
+        (None, 0.7001, 0.01, [1, 1, 0, 0], [1, 1, 1, 0]),  # 0.7 before the third
+        (None, 0.6999, 0.01, [1, 1, 0, 0], [1, 1, 1, 0]),
+        (None, 0.05, 0.3, [0, 0, 0, 0], [1, 1, 0, 0]),  # either of the first two is the first
+        (2, 0.6, 0.0, [1, 1, 0, 0], [1, 1, 0, 0]),  # 0.57 of what top-k leaves
+    ],
+)
+def test_edges_by_hand(
+    top_k: int | None, top_p: float, slack: float, sure: list[int], possible: list[int]
+) -> None:
+    found = edges(SHARES, torch.tensor([[slack]]), top_k, top_p)
+    assert found.sure.int().tolist() == [sure]
+    assert found.possible.int().tolist() == [possible]
+
+
+@pytest.mark.parametrize("shape", [{"top_k": 5}, {"top_p": 0.4}, {"top_k": 9, "top_p": 0.6}])
+def test_without_slack_the_sets_are_those_that_are_drawn_among(shape: dict[str, Any]) -> None:
+    scores = torch.randn(50, 40, generator=torch.Generator().manual_seed(0)).double() * 3
+    kept = restrict(scores, shape.get("top_k"), shape.get("top_p", 1.0)).isfinite()
+    found = edges(scores, torch.zeros(50, 1), shape.get("top_k"), shape.get("top_p", 1.0))
+    assert torch.equal(found.possible, kept)
+    assert torch.equal(found.sure, kept)
+
+
+@pytest.mark.parametrize(("gap_ulp", "tier"), [(1.0, "near-tie"), (3.0, "different")])
+@pytest.mark.parametrize("shape", [{"top_k": 2}, {"top_p": 0.5}])
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_token_near_an_edge_is_a_near_tie(
+    decoder: SpecDecoder,
+    gap_ulp: float,
+    tier: str,
+    shape: dict[str, Any],
+    kept: bool,
+    monkeypatch: Any,
+) -> None:
+    """Tokens 8 and 9 are next to each other at the edge of the set, and the noise is for 8 by far:
+    it is drawn where it is inside. Logits of 4 to 8: one ulp of float32 is 4 x eps."""
+    step = gap_ulp * 4 * torch.finfo(torch.float32).eps
+    logits = torch.full((1, VOCAB_SIZE), -9.0)
+    logits[0, 3], logits[0, 8], logits[0, 9] = 6.0, 5.0, 5.0
+    logits[0, 9 if kept else 8] -= step
+    if "top_p" in shape:  # 3 holds less than half, and the higher of 8 and 9 fills it up
+        logits[0, 3] = 5.5
+    noise = torch.zeros(1, 1, VOCAB_SIZE)
+    noise[..., 8] = 9.0
+    monkeypatch.setattr("specdeft.identity._forced_logits", lambda *_: logits)
+    monkeypatch.setattr("specdeft.identity.gumbel_noise", lambda *_: noise)
+    config = GenerationConfig(max_new_tokens=1, temperature=1.0, **shape)
+    # Plain decoding draws 8 where it is kept, else 3; speculation saw the other set.
+    drawn, plain = (3, 8) if kept else (8, 3)
+    assert compare(decoder.engine, PROMPT, (drawn,), (plain,), config).tier == tier
+    far = compare(decoder.engine, PROMPT, (20,), (plain,), config)
+    assert far.tier == "different"
