@@ -4,6 +4,8 @@ import operator
 from dataclasses import dataclass
 from typing import SupportsFloat
 
+from specdeft.trees.whole_numbers import whole_numbers
+
 DEFAULT_MAX_NEW_TOKENS = 256
 LOWEST_TEMPERATURE = 1e-6
 HIGHEST_TEMPERATURE = 1e6
@@ -43,6 +45,10 @@ class GenerationConfig:
         _whole(self, "max_new_tokens", 1, None, optional=True)
         _whole(self, "top_k", 1, None, optional=True)
         _whole(self, "seed", 0, 2**63)
+        if self.eos_token_ids is not None:
+            given = self.eos_token_ids
+            ends = given if hasattr(given, "__iter__") else (given,)
+            object.__setattr__(self, "eos_token_ids", whole_numbers(ends, "eos_token_ids"))
         _number(self, "temperature")
         _number(self, "top_p")
         # `not (x >= 0)` also refuses NaN.

@@ -31,6 +31,7 @@ from specdeft.tree_choice import TreeChoice
 from specdeft.trees.request import LookupRequest, TreeRequest
 from specdeft.trees.search import ValuedPaths
 from specdeft.trees.token_tree import TokenTree
+from specdeft.trees.whole_numbers import whole_number
 
 MAX_BATCH_SIZE = 8
 
@@ -100,6 +101,9 @@ class SpecDecoder:
             kernels or KernelChoice.for_device(target.device),
             on_cuda if cuda_graphs is None else cuda_graphs,
         )
+        max_batch_size = whole_number(max_batch_size, "max_batch_size")
+        if max_context is not None:
+            max_context = whole_number(max_context, "max_context")
         if max_batch_size < 1:
             raise ValueError(f"max_batch_size is {max_batch_size}: give a whole number from 1")
         if max_context is not None and not 2 <= max_context <= target.max_context:

@@ -52,6 +52,11 @@ def _row_of_ids(ids: Tensor) -> list[int]:
 def _encode_items(tokenizer: PreTrainedTokenizerBase, items: list[Any]) -> list[int]:
     if all(isinstance(item, Mapping) for item in items):
         return _encode_chat(tokenizer, [dict(item) for item in items])
+    if all(isinstance(item, str) for item in items):
+        raise ValueError(
+            "a list of texts is a batch, and one prompt is taken here: give a list to generate, or "
+            "its prompts one by one"
+        )
     try:
         if any(isinstance(item, bool) for item in items):
             raise TypeError

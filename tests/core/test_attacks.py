@@ -80,6 +80,9 @@ def test_a_temperature_near_zero_is_greedy(model: Any, temperature: float) -> No
         {"stop": 5},
         {"stop": (5,)},
         {"stop": b"a"},
+        {"eos_token_ids": "2"},
+        {"eos_token_ids": (2, "3")},
+        {"eos_token_ids": 2.0},
     ],
 )
 def test_a_setting_of_another_type_is_one_sentence(fields: dict[str, Any]) -> None:
@@ -95,7 +98,25 @@ def test_whole_numbers_of_numpy_are_whole_numbers(model: Any) -> None:
     assert result.stats.num_new_tokens == 4
 
 
+def test_one_end_token_needs_no_tuple() -> None:
+    assert GenerationConfig(eos_token_ids=2).eos_token_ids == (2,)
+
+
+@pytest.mark.parametrize("name", ["max_batch_size", "max_context"])
+@pytest.mark.parametrize("size", [2.5, "4", True])
+def test_a_size_that_is_no_whole_number_is_named(model: Any, name: str, size: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name} is .*give a whole number"):
+        SpecDecoder(model, ByteTokenizer(), **{name: size})
+
+
 # ---- prompts
+
+
+def test_a_list_of_texts_where_one_is_taken_is_named(model: Any) -> None:
+    decoder = SpecDecoder(model, ByteTokenizer())
+    for one in (decoder.stream, decoder.plain):
+        with pytest.raises(ValueError, match="give a list to generate"):
+            one(["a", "b"], max_new_tokens=2)
 
 
 @pytest.mark.parametrize("prompt", [np.array(PROMPT), [np.int64(token) for token in PROMPT]])

@@ -5,14 +5,17 @@ the tree with them, right and wrong.
 """
 
 import pytest
+import torch
 
 from specdeft.decoder import SpecDecoder
+from specdeft.prompts import MIN_SHARED_TOKENS
 from specdeft.trees.token_tree import TokenTree
 from tests.core.tiny import (
     FAMILIES,
     WINDOW,
     ByteTokenizer,
     DeviceScriptedHeads,
+    SuccessorHeads,
     prompt_ids,
     tiny_model,
 )
@@ -68,3 +71,26 @@ def test_the_token_budget_cuts_the_chain() -> None:
         result = decoder.generate(repeating(30), **asked)
         assert result.token_ids == decoder.plain(repeating(30), **asked).token_ids
         assert result.stats.num_new_tokens == budget
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("beside_heads", [False, True])
+def test_a_batch_with_lookup_equals_its_rows_alone(family: str, beside_heads: bool) -> None:
+    """The rows share a beginning, repeat it, and end at different steps; each is guessed from its
+    own text as well as alone."""
+    model, settings = tiny_model(family), SETTINGS[(FAMILIES.index(family) + beside_heads) % 2]
+    trunk = repeating(MIN_SHARED_TOKENS + 6)
+    prompts = [trunk + repeating(length) for length in (2, WINDOW + 1, 20)]
+    ends = SpecDecoder(model, ByteTokenizer()).plain(prompts[0], max_new_tokens=9).token_ids[4:6]
+    asked = {"max_new_tokens": 24, "eos_token_ids": ends, **settings}
+    plain = SpecDecoder(model, ByteTokenizer())
+    expected = [plain.plain(prompt, sequence=row, **asked) for row, prompt in enumerate(prompts)]
+    heads = SuccessorHeads([result.token_ids for result in expected]) if beside_heads else None
+    tree = (TokenTree.full([2, 2]) if beside_heads else TokenTree.chain(0)).with_lookup(5)
+    decoder = SpecDecoder(model, ByteTokenizer(), heads, tree=tree)
+    together = decoder.generate([torch.tensor(prompt) for prompt in prompts], **asked)
+    for row, (prompt, result, wanted) in enumerate(zip(prompts, together, expected, strict=True)):
+        assert result.token_ids == wanted.token_ids
+        assert result.finish_reason == wanted.finish_reason
+        alone = decoder.generate(prompt, sequence=row, **asked).stats
+        assert result.stats.acceptance_histogram == alone.acceptance_histogram
