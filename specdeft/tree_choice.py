@@ -37,10 +37,9 @@ class Chosen(NamedTuple):
     @property
     def report(self) -> str:
         """One line that says what was chosen and why."""
-        lookup = f" ({self.tree.num_lookup} of lookup)" if self.tree.num_lookup else ""
         speedup = self.tau * self.plain_ms / self.step_ms
         return (
-            f"tree of {self.tree.num_nodes} nodes{lookup} by measured step cost: "
+            f"{_described(self.tree)} by measured step cost: "
             f"{self.step_ms:.1f} ms against {self.plain_ms:.1f} plain, {self.tau:.2f} tokens a "
             f"step expected, {speedup:.2f}x"
         )
@@ -94,7 +93,7 @@ class TreeChoice:
     def tree(self) -> TokenTree:
         """The tree; "auto" measures the step cost the first time on a device."""
         if self._asked is not None:
-            self.report = f"tree of {self._asked.num_nodes} nodes, as asked"
+            self.report = f"{_described(self._asked)}, as asked"
             return self._asked
         if not self.is_auto:
             self.report = "no draft heads and no lookup: plain decoding"
@@ -187,3 +186,8 @@ class TreeChoice:
         if self._values is None:
             raise ValueError(NOT_CALIBRATED)
         return self._values
+
+
+def _described(tree: TokenTree) -> str:
+    lookup = f" ({tree.num_lookup} of lookup)" if tree.num_lookup else ""
+    return f"tree of {tree.num_nodes} nodes{lookup}"

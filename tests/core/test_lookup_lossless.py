@@ -94,3 +94,12 @@ def test_a_batch_with_lookup_equals_its_rows_alone(family: str, beside_heads: bo
         assert result.finish_reason == wanted.finish_reason
         alone = decoder.generate(prompt, sequence=row, **asked).stats
         assert result.stats.acceptance_histogram == alone.acceptance_histogram
+
+
+def test_the_report_of_a_tree_asked_for_says_what_lookup_adds() -> None:
+    heads = SuccessorHeads([])
+    decoder = SpecDecoder(tiny_model(), ByteTokenizer(), heads, tree="chain-2", lookup="on")
+    assert decoder.tree.num_lookup > 0
+    assert decoder.tree_report == (
+        f"tree of {decoder.tree.num_nodes} nodes ({decoder.tree.num_lookup} of lookup), as asked"
+    )
