@@ -30,7 +30,6 @@ from specdeft.bench.rows import DecoderRow, recorded, rows_of_more_heads
 from specdeft.bench.run_folder import RunFolder
 from specdeft.bench.workbench import (
     Amount,
-    HelpFormatter,
     Task,
     add_options,
     load,
@@ -42,7 +41,7 @@ from specdeft.bench.workbench import (
     settings_of,
 )
 from specdeft.config import GenerationConfig
-from specdeft.trees.options import Options
+from specdeft.trees.options import HelpFormatter, Options
 from specdeft.trees.token_tree import TokenTree
 
 _RANKS_SHOWN = 8

@@ -19,7 +19,6 @@ from specdeft.bench.run_folder import RunFolder
 from specdeft.bench.workbench import (
     PLAIN,
     Amount,
-    HelpFormatter,
     Task,
     add_options,
     load,
@@ -31,7 +30,7 @@ from specdeft.bench.workbench import (
     settings_of,
 )
 from specdeft.config import GenerationConfig
-from specdeft.trees.options import Options
+from specdeft.trees.options import HelpFormatter, Options
 
 
 def parser() -> argparse.ArgumentParser:

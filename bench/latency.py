@@ -34,7 +34,6 @@ from specdeft.bench.rows import DecoderRow, rows_of_more_heads
 from specdeft.bench.workbench import (
     PLAIN,
     Amount,
-    HelpFormatter,
     Task,
     add_options,
     load,
@@ -44,7 +43,7 @@ from specdeft.bench.workbench import (
     prepare,
     settings_of,
 )
-from specdeft.trees.options import Options
+from specdeft.trees.options import HelpFormatter, Options
 
 
 def parser() -> argparse.ArgumentParser:

@@ -205,15 +205,6 @@ class Amount:
 QUICK = Amount(num_prompts=3, max_new_tokens=48, repetitions=2)
 
 
-class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults that say something."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default in (None, False):
-            return action.help
-        return super()._get_help_string(action)
-
-
 def add_options(parser: argparse.ArgumentParser, usual: Amount) -> None:
     """The options that all commands share; ``usual`` is this command's."""
     model = parser.add_argument_group("model")

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from specdeft.bench.manifest import describe
 from specdeft.bench.report import FORMATS, Finished
 from specdeft.bench.run_folder import RunFolder
-from specdeft.bench.workbench import HelpFormatter, load, progress, settings_of
+from specdeft.bench.workbench import load, progress, settings_of
 from specdeft.bench.workload_jobs import WORKLOADS, make_jobs, pick_names
 from specdeft.bench.workload_measure import (
     METHODS,
@@ -28,7 +28,7 @@ from specdeft.bench.workload_report import make_report
 from specdeft.default_model import DEFAULT_MODELS
 from specdeft.loading import pick_device
 from specdeft.model import TargetModel
-from specdeft.trees.options import Options
+from specdeft.trees.options import HelpFormatter, Options
 
 
 def parser() -> argparse.ArgumentParser:

@@ -37,7 +37,7 @@ from specdeft.heads.target import Target, load_target
 from specdeft.heads.text_store import TextStore
 from specdeft.heads.trainer import FeatureSource, TrainConfig, Trainer, frequent_ids
 from specdeft.trees.atomic import remove_temporaries
-from specdeft.trees.options import Options
+from specdeft.trees.options import HelpFormatter, Options
 
 RECORD_NAME = "training_record.json"
 RUN_NAME = "run.json"
@@ -276,7 +276,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = Options(
         prog="specdeft train",
         description="Train Medusa heads for a frozen Hugging Face causal language model.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        epilog="Examples:\n"
+        "  specdeft train --model Qwen/Qwen3-0.6B --output my-heads\n"
+        "  specdeft train --model MODEL --output my-heads --data chats.jsonl\n"
+        "  specdeft train --config my-heads/run.json --output again\n"
+        'Then: specdeft generate --model MODEL --heads my-heads "..."',
+        formatter_class=HelpFormatter,
     )
     add = parser.add_argument
     add("--model", required=True, help="Hugging Face id or folder of the target")

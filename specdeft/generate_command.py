@@ -8,7 +8,7 @@ from typing import Any
 
 from specdeft.config import GenerationConfig
 from specdeft.default_model import DEFAULT_MODELS
-from specdeft.trees.options import Options
+from specdeft.trees.options import HelpFormatter, Options
 
 _DEFAULT_MODEL = next(iter(DEFAULT_MODELS))
 WARM_UP_TOKENS = 8
@@ -22,10 +22,12 @@ def parser() -> argparse.ArgumentParser:
         prog="specdeft generate",
         description="Continue a prompt with speculative decoding. The text goes to standard output "
         "as it arrives, the figures to standard error.",
-        epilog='Examples: specdeft generate "Why is the sky blue?" | '
-        'specdeft generate --compare --temperature 0.7 --seed 1 "Write a haiku" | '
-        "cat article.txt | specdeft generate - --max-new-tokens 100",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        epilog="Examples:\n"
+        '  specdeft generate "Why is the sky blue?"\n'
+        '  specdeft generate --compare --temperature 0.7 --seed 1 "Write a haiku"\n'
+        "  cat article.txt | specdeft generate - --max-new-tokens 100\n"
+        '  specdeft generate --model Qwen/Qwen3-0.6B --heads none "..."',
+        formatter_class=HelpFormatter,
     )
     options.add_argument(
         "text", nargs="?", metavar="PROMPT", help="the prompt; - reads it from stdin"
@@ -184,11 +186,17 @@ def _compare(
 def _describe(stats: Any, expected_tau: float | None) -> str:
     expected = f" ({expected_tau:.2f} expected)" if expected_tau else ""
     seconds = stats.prefill_s + stats.decode_s
+    plain = ""
+    if stats.num_nodes > 1 and stats.num_plain_steps:
+        plain = (
+            f"; {stats.num_plain_steps} of {stats.num_steps} steps were plain, where drafting did "
+            "not pay"
+        )
     return (
         f"{stats.num_new_tokens} tokens in {seconds:.2f} s: "
         f"tau {stats.tau:.2f} tokens a step{expected}, "
         f"acceptance length {stats.acceptance_length:.2f}, "
-        f"{stats.tokens_per_second:.1f} tokens/s, first token after {stats.prefill_s:.2f} s"
+        f"{stats.tokens_per_second:.1f} tokens/s, first token after {stats.prefill_s:.2f} s{plain}"
     )
 
 

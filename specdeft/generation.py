@@ -59,10 +59,10 @@ class Generation:
             while stepper.num_pending <= stepper.lead:
                 self._launch()
             emitted = stepper.collect()
-            self._trees.observe(sum(len(emitted[row]) for row in going) / len(going))
+            drafted = self._trees.observe(sum(len(emitted[row]) for row in going) / len(going))
             for row, token_ids in enumerate(emitted):
                 if row in going:
-                    going[row].go_on(token_ids)
+                    going[row].go_on(token_ids, drafted=drafted)
             self._retire(going, started)
             yield from self._show()
         last_pieces = [reply.text.finish() for reply in self._replies]

@@ -36,6 +36,7 @@ class Reply:
         self._budget_reason = budget_reason
         self._eos_ids = eos_ids
         self._histogram: list[int] = []
+        self._num_plain_steps = 0
 
     @property
     def num_tokens_left(self) -> int:
@@ -46,14 +47,15 @@ class Reply:
         """Keep the first token, which the prefill decided."""
         self._keep([token])
 
-    def go_on(self, token_ids: Sequence[int]) -> None:
-        """Keep what a step emitted, until the reply ends."""
+    def go_on(self, token_ids: Sequence[int], *, drafted: bool) -> None:
+        """Keep what a step emitted, until the reply ends; ``drafted``: it verified a tree."""
         before = len(self.text.token_ids)
         self._keep(token_ids)
         # A step always emits the bonus; a cut step counts only what was kept of it.
         accepted = max(len(self.text.token_ids) - before - 1, 0)
         self._histogram += [0] * (accepted + 1 - len(self._histogram))
         self._histogram[accepted] += 1
+        self._num_plain_steps += not drafted
 
     def _keep(self, token_ids: Sequence[int]) -> None:
         for token in token_ids:
@@ -80,6 +82,7 @@ class Reply:
             num_nodes=num_nodes,
             num_steps=sum(self._histogram),
             acceptance_histogram=tuple(self._histogram),
+            num_plain_steps=self._num_plain_steps,
             prefill_s=prefill_s,
             decode_s=decode_s,
         )

@@ -15,6 +15,7 @@ class GenerationStats:
         num_nodes: nodes of the token tree, the root included; 1 is plain decoding.
         num_steps: forwards of the target after the prefill.
         acceptance_histogram: entry a counts the steps that kept a drafted tokens.
+        num_plain_steps: steps that drafted nothing, because that would not have paid.
         prefill_s, decode_s: seconds until the first token, and after it.
     """
 
@@ -23,6 +24,7 @@ class GenerationStats:
     num_nodes: int
     num_steps: int
     acceptance_histogram: tuple[int, ...]
+    num_plain_steps: int
     prefill_s: float
     decode_s: float
 

@@ -62,11 +62,13 @@ class StepTrees:
             tree = tree.prune(min(tree.max_depth, max(num_tokens_left - 1, 0)))
         return self._choice.load(tree)
 
-    def observe(self, num_tokens: float) -> None:
-        """What the oldest step not yet observed emitted, a mean over the sequences going on."""
+    def observe(self, num_tokens: float) -> bool:
+        """What the oldest step not yet observed emitted, a mean over the sequences going on;
+        whether it drafted."""
         drafted = self._drafted.popleft()
         if self._pace is not None:
             self._pace.observe(num_tokens, drafted)
+        return drafted
 
     def _auto(self, num_context: int) -> TokenTree:
         place = self._place(num_context)

@@ -1,4 +1,4 @@
-"""Command-line options whose mistakes are one sentence, like every other bad input."""
+"""Command-line options whose mistakes are one sentence, and whose help keeps its lines."""
 
 from __future__ import annotations
 
@@ -9,6 +9,15 @@ from typing import NoReturn
 _NUMBER = re.compile(r"argument (?P<name>.+?): invalid (?P<kind>int|float) value: (?P<value>.*)")
 _KINDS = {"int": "a whole number", "float": "a number"}
 _MOST = 200  # characters of a message: what was typed may be a whole file
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Keeps the lines of descriptions and examples; shows defaults that say something."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default in (None, False):
+            return action.help
+        return super()._get_help_string(action)
 
 
 class Options(argparse.ArgumentParser):

@@ -68,6 +68,7 @@ def test_auto_steps_plainly_where_no_guess_comes_true(monkeypatch: pytest.Monkey
     steps = charged.rows[1:]  # without the prompt
     drafted = sum(rows > 1 for rows in steps)
     assert 0 < drafted < 0.2 * len(steps)
+    assert result.stats.num_plain_steps == len(steps) - drafted
     plain_cost = 1.0 + 0.2
     assert charged.now - began <= 1.05 * plain_cost * NUM_TOKENS + 1.0 + 0.2 * 9
 
@@ -76,9 +77,10 @@ def test_a_tree_that_was_asked_for_is_used_throughout(monkeypatch: pytest.Monkey
     charged = Charged(monkeypatch, per_node=0.2)
     decoder = charged.decoder(tree=TokenTree.chain(2))
     charged.rows.clear()
-    decoder.generate(
+    result = decoder.generate(
         prompt_ids(9), max_new_tokens=NUM_TOKENS, ignore_eos=True, temperature=5.0, seed=3
     )
+    assert result.stats.num_plain_steps == 0
     # The last steps are cut to what is still wanted.
     assert set(charged.rows[1:-2]) == {3}
 
