@@ -12,6 +12,8 @@ def options() -> Options:
     parser.add_argument("--count", type=int, default=3, help="how many")
     parser.add_argument("--loud", action="store_true", help="say so")
     parser.add_argument("--name", help="whose")
+    parser.add_argument("--seed", type=int, default=0, help="where from")
+    parser.add_argument("--stop", action="append", default=[], help="where to")
     return parser
 
 
@@ -24,6 +26,8 @@ def test_examples_stand_on_lines_of_their_own() -> None:
 def test_defaults_that_say_nothing_are_left_out() -> None:
     text = options().format_help()
     assert "how many (default: 3)" in text
+    assert "where from (default: 0)" in text
+    assert "[]" not in text
     assert "None" not in text
     assert "False" not in text
 
