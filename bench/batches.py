@@ -17,6 +17,7 @@ from specdeft.bench.run_folder import RunFolder
 from specdeft.bench.workbench import PLAIN, Workbench, progress
 from specdeft.config import GenerationConfig
 from specdeft.decoder import SpecDecoder
+from specdeft.trees.options import whole_numbers
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,7 @@ def parse_batch_sizes(text: str | None, num_prompts: int) -> tuple[int, ...]:
     """
     if text is None:
         return ()
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not parts or not all(part.isdecimal() and int(part) for part in parts):
-        raise ValueError(f"batch sizes are {text!r}: give numbers from 1 with commas, like 1,4,8")
-    sizes = tuple(map(int, parts))
+    sizes = whole_numbers(text, "batch sizes", "1,4,8")
     if len(set(sizes)) < len(sizes):
         raise ValueError(f"batch sizes are {text!r}: give each number once")
     if max(sizes) > num_prompts:

@@ -16,6 +16,7 @@ from specdeft.bench.workbench import PLAIN, Workbench
 from specdeft.config import GenerationConfig
 from specdeft.decoder import SpecDecoder
 from specdeft.loading import LoadedTarget, load_heads
+from specdeft.trees.options import listed
 
 
 class Row(Protocol):
@@ -99,7 +100,7 @@ def rows_of_more_heads(
     Raises:
         ValueError: a folder holds no heads, those of another model, or a name stands twice.
     """
-    folders = [part.strip() for part in (options.more_heads or "").split(",") if part.strip()]
+    folders = listed(options.more_heads or "")
     names = [Path(folder).name for folder in folders]
     if len(set(names)) < len(names):
         raise ValueError(f"heads are named {', '.join(names)}: give folders with different names")

@@ -39,6 +39,7 @@ from specdeft.loading import (
     pick_dtype,
 )
 from specdeft.prompt import encode_prompt
+from specdeft.trees.options import listed
 from specdeft.trees.request import LookupRequest, TreeRequest
 from specdeft.trees.search import ValuedPaths
 from specdeft.trees.token_tree import TokenTree
@@ -168,7 +169,7 @@ def parse_trees(text: str) -> tuple[str, ...]:
     Raises:
         ValueError: it is empty or repeats one.
     """
-    trees = tuple(tree.strip() for tree in text.split(",") if tree.strip())
+    trees = listed(text)
     if not trees:
         raise ValueError("no tree was given: give names with commas, like chain-4,16,64")
     if len(set(trees)) < len(trees):
@@ -183,7 +184,7 @@ def parse_temperatures(text: str) -> tuple[float, ...]:
         ValueError: one is not a number, or the list is empty or repeats one.
     """
     try:
-        temperatures = tuple(float(part) for part in text.split(",") if part.strip())
+        temperatures = tuple(map(float, listed(text)))
     except ValueError as error:
         raise ValueError(
             f"temperatures are {text!r}: give numbers with commas, like 0,0.7"
@@ -328,7 +329,7 @@ def _prompts(options: argparse.Namespace) -> PromptSet:
     if options.prompts != BUILTIN:
         raise ValueError("--prompts and --input-len were both given: give one")
     try:
-        lengths = [int(part) for part in options.input_len.split(",") if part.strip()]
+        lengths = list(map(int, listed(options.input_len)))
     except ValueError as error:
         raise ValueError(
             f"input lengths are {options.input_len!r}: give numbers with commas, like 256,1024"

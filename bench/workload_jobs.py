@@ -11,6 +11,7 @@ from specdeft.bench.growing_tree import BUILTIN_TREE, GrowingTree, read_growing_
 from specdeft.bench.workload_states import GrowingState, SpeculativeState, State
 from specdeft.model import TargetModel
 from specdeft.trees.named import NAMED_TREES, named_tree
+from specdeft.trees.options import listed, whole_numbers
 
 FEW_SHOT, REASONING, SPECULATIVE = "few-shot", "reasoning", "speculative"
 WORKLOADS = (FEW_SHOT, REASONING, SPECULATIVE)
@@ -73,7 +74,7 @@ def make_jobs(options: argparse.Namespace) -> list[Job]:
     jobs: list[Job] = []
     for workload in pick_names(options.workloads, WORKLOADS, "workload"):
         if workload == FEW_SHOT:
-            for branches in _numbers(options.branches, "branches"):
+            for branches in whole_numbers(options.branches, "branches", "20,50"):
                 tree = GrowingTree.few_shot(options.prompt_len, branches, options.branch_len)
                 jobs.append(Job(f"few-shot, {branches} branches", options.prompt_len, tree))
         elif workload == REASONING:
@@ -101,16 +102,9 @@ def _accept_lengths(options: argparse.Namespace) -> tuple[int, ...]:
 
 
 def pick_names(text: str, valid: Sequence[str], what: str) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    names = tuple(dict.fromkeys(listed(text)))
     wrong = next((name for name in names if name not in valid), None)
     if wrong is not None or not names:
         given = f"there is no {what} {wrong!r}" if names else f"no {what} was given"
         raise ValueError(f"{given}: give some of {', '.join(valid)}, with commas")
     return names
-
-
-def _numbers(text: str, what: str) -> tuple[int, ...]:
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not parts or not all(part.isdecimal() and int(part) for part in parts):
-        raise ValueError(f"{what} are {text!r}: give numbers from 1 with commas, like 20,50")
-    return tuple(map(int, parts))

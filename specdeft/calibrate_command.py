@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdeft.default_model import DEFAULT_MODELS
-from specdeft.trees.options import Options
+from specdeft.trees.options import Options, listed
 
 if TYPE_CHECKING:
     from specdeft.decoder import SpecDecoder
@@ -220,7 +220,7 @@ def _text(place: dict[str, Any]) -> str:
 
 def _numbers(text: str, name: str) -> list[int]:
     try:
-        numbers = [int(part) for part in text.split(",") if part.strip()]
+        numbers = list(map(int, listed(text)))
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < 1:

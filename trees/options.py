@@ -11,6 +11,28 @@ _KINDS = {"int": "a whole number", "float": "a number"}
 _MOST = 200  # characters of a message: what was typed may be a whole file
 
 
+def listed(text: str) -> tuple[str, ...]:
+    """The parts of a list with commas, without the space around them; empty ones are left out."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def whole_numbers(text: str, what: str, example: str) -> tuple[int, ...]:
+    """Whole numbers from 1 from a list with commas.
+
+    Args:
+        text: the list.
+        what: its name in the plural, for the error.
+        example: a good one, for the error.
+
+    Raises:
+        ValueError: it is empty, or one of its parts is no such number.
+    """
+    parts = listed(text)
+    if not parts or not all(part.isdecimal() and int(part) for part in parts):
+        raise ValueError(f"{what} are {text!r}: give numbers from 1 with commas, like {example}")
+    return tuple(map(int, parts))
+
+
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Keeps the lines of descriptions and examples; shows defaults that say something."""
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from specdeft.trees.options import HelpFormatter, Options
+from specdeft.trees.options import HelpFormatter, Options, listed, whole_numbers
 
 
 def options() -> Options:
@@ -38,3 +38,15 @@ def test_a_wrong_number_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> N
     assert caught.value.code == 2
     error = capsys.readouterr().err
     assert error == "try: --count takes a whole number, not 'many' (try --help lists the options)\n"
+
+
+def test_lists_have_commas_and_any_space_between() -> None:
+    assert listed(" a, b ,,c,") == ("a", "b", "c")
+    assert listed("") == ()
+
+
+def test_whole_numbers_from_one() -> None:
+    assert whole_numbers("1, 20", "sizes", "1,4") == (1, 20)
+    for wrong in ("", "0", "-1", "1.5", "two", "1,x"):
+        with pytest.raises(ValueError, match=r"sizes are '.*': give numbers .* like 1,4"):
+            whole_numbers(wrong, "sizes", "1,4")
