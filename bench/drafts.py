@@ -36,7 +36,9 @@ class PlannedHeads(nn.Module):
     ) -> None:
         """Args: the tree; ids in all; where; most tokens of a text; heads whose cost counts."""
         super().__init__()
-        self.config: Any = SimpleNamespace(num_heads=max(tree.max_depth, 1), num_logits=vocab_size)
+        self.config: Any = SimpleNamespace(
+            num_heads=max(tree.max_depth, 1), num_logits=vocab_size, sequential=False
+        )
         self._real = real
         self._vocab_size = vocab_size
         self._levels = draft_plan(tree, device)

@@ -36,7 +36,7 @@ def _draft_by_heads(
 ) -> Tensor:
     """Tokens [B, N - 1 - num_lookup] of the nodes that heads propose."""
     embedding, output = target.embedding, target.output_layer
-    if getattr(heads.config, "sequential", False):
+    if heads.config.sequential:
         drafted = heads.draft_tree(batch.hidden, batch.root, embedding, output, tree.draft_levels)
         return drafted[:, 1:]
     drafted = heads.draft(batch.hidden, batch.root, embedding, output, tree.tree.top_k)

@@ -116,7 +116,9 @@ class ScriptedHeads(nn.Module):
 
     def __post_init__(self) -> None:
         super().__init__()
-        self.config = SimpleNamespace(num_heads=self.num_heads, num_logits=VOCAB_SIZE)
+        self.config = SimpleNamespace(
+            num_heads=self.num_heads, num_logits=VOCAB_SIZE, sequential=False
+        )
 
     def __hash__(self) -> int:
         return id(self)
@@ -169,7 +171,7 @@ class DeviceScriptedHeads(nn.Module):
     ) -> None:
         super().__init__()
         num_heads = 5
-        self.config = SimpleNamespace(num_heads=num_heads, num_logits=VOCAB_SIZE)
+        self.config = SimpleNamespace(num_heads=num_heads, num_logits=VOCAB_SIZE, sequential=False)
         # Past the known text anything goes: those tokens are cut.
         padded = [*continuation, *[1] * 64]
         self.continuation = torch.tensor(padded, device=device)
@@ -206,7 +208,7 @@ class SuccessorHeads(nn.Module):
 
     def __init__(self, texts: Sequence[Sequence[int]], device: Any = "cpu") -> None:
         super().__init__()
-        self.config = SimpleNamespace(num_heads=5, num_logits=VOCAB_SIZE)
+        self.config = SimpleNamespace(num_heads=5, num_logits=VOCAB_SIZE, sequential=False)
         seen: dict[int, list[int]] = {token: [] for token in range(VOCAB_SIZE)}
         for text in texts:
             for token, successor in pairwise(text):
