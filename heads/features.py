@@ -98,6 +98,7 @@ def extract(
             )
         )
     joined = _joined(parts)
+    group.wait()  # a process with a batch less lends its part of the target
     group.add(joined.hidden)
     return joined
 

@@ -2,28 +2,33 @@
 
     torchrun --nproc-per-node 2 heads/train.py --model M --output my-heads
 
-The target is frozen and held whole by every process; its hidden states are computed in shares and
-exchanged, so that every process can draw any row. Gradients are added up, all else is the same in
-all processes; the first of them writes the files.
+The target is frozen and held whole by every process (or in parts: heads/sharding.py); its hidden
+states are computed in shares and exchanged, so that every process can draw any row. Gradients are
+added up, all else is the same in all processes; the first of them writes the files.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, distributed
 
+_T = TypeVar("_T")
+
 
 @dataclass(frozen=True)
 class Processes:
-    """How many processes train together and which of them this one is."""
+    """How many processes train together and which of them this one is; `attend` is what it does for
+    the others while it waits, until none of them needs it."""
 
     size: int = 1
     rank: int = 0
+    attend: Callable[[], None] = lambda: None
 
     @property
     def first(self) -> bool:
@@ -36,16 +41,17 @@ class Processes:
             distributed.all_reduce(tensor)
         return tensor
 
-    def agree(self, number: int) -> int:
-        """The first process's number."""
+    def agree(self, value: _T, of: int = 0) -> _T:
+        """The value that process `of` gives."""
         if self.size == 1:
-            return number
-        shared = [number]
-        distributed.broadcast_object_list(shared)
+            return value
+        shared = [value]
+        distributed.broadcast_object_list(shared, src=of)
         return shared[0]
 
     def wait(self) -> None:
         """Until all processes have come here."""
+        self.attend()
         if self.size > 1:
             distributed.barrier()
 

@@ -81,6 +81,16 @@ def load_model(
     return model, tokenizer
 
 
+def default_device() -> str:
+    """A GPU if there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def default_dtype(device: str) -> torch.dtype:
+    """bf16 on a GPU, fp32 on the CPU."""
+    return torch.bfloat16 if device == "cuda" else torch.float32
+
+
 def load_target(
     name: str,
     *,
@@ -91,8 +101,8 @@ def load_target(
     """Load and freeze a model; by default in bf16 on a GPU if there is one, else fp32 on the CPU.
 
     Raises ValueError as `load_model` does."""
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
+    device = device or default_device()
+    dtype = dtype or default_dtype(device)
     model, tokenizer = load_model(name, name, dtype=dtype)
     frozen = model.to(device).eval().requires_grad_(False)
     return Target(frozen, tokenizer, label or Path(name).name)

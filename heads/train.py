@@ -33,6 +33,7 @@ from specdeft.heads.joint import JointConfig, check_available, train_jointly
 from specdeft.heads.medusa import HeadsConfig, MedusaHeads
 from specdeft.heads.parallel import ALONE, Processes, processes
 from specdeft.heads.self_generate import GenerationPlan, self_generate
+from specdeft.heads.sharding import check_processes, load_sharded
 from specdeft.heads.target import Target, load_target
 from specdeft.heads.text_store import TextStore
 from specdeft.heads.trainer import FeatureSource, TrainConfig, Trainer, frequent_ids
@@ -157,6 +158,7 @@ def _documents(options: argparse.Namespace, target: Target, group: Processes) ->
             wave_rows=options.wave_rows,
             long_wave_rows=max(1, options.wave_rows // 2),
             seed=options.seed * group.size + group.rank,  # every process writes texts of its own
+            capture=not options.shard_target,  # a captured step could not wait for the others
         )
         store = TextStore.open(share, asdict(plan), target.name, resume=options.resume)
         self_generate(target, plan, store)
@@ -197,6 +199,8 @@ def _check(options: argparse.Namespace, group: Processes) -> None:
         check_available(options.joint)
         if group.size > 1:
             raise ValueError("--joint trains in one process: leave out torchrun")
+    if options.shard_target:
+        check_processes(group)
 
 
 def run(
@@ -210,7 +214,11 @@ def run(
     _check(options, group)
     if group.first:
         remove_temporaries(options.output)
-    target = load_target(folder_of(options.model), label=Path(options.model).name)
+    name, label = folder_of(options.model), Path(options.model).name
+    if options.shard_target:
+        target, group = load_sharded(name, group, label=label)
+    else:
+        target = load_target(name, label=label)
     if group.first:  # not before the model is there: bad input leaves nothing behind
         write_json(options.output / RUN_NAME, _as_config(options))
     documents = _documents(options, target, group)
@@ -252,8 +260,22 @@ def run(
         resume=options.resume,
         group=group,
     )
-    if not group.first:
-        return made
+    if group.first:
+        made = _measured(options, command, target, training, held_out, coverage, made)
+    group.wait()  # measuring runs the target once more
+    return made
+
+
+def _measured(
+    options: argparse.Namespace,
+    command: Sequence[str],
+    target: Target,
+    training: Documents,
+    held_out: Documents,
+    coverage: float,
+    made: dict[str, Any],
+) -> dict[str, Any]:
+    """What follows the training: the joint stage if wanted, tree values, curves and the record."""
     if options.joint:
         target, made["joint"] = _jointly(options, target, training)
     calibrated = calibrate(target.model, shipped(target, options.output), held_out, options.output)
@@ -360,6 +382,12 @@ def _parser() -> argparse.ArgumentParser:
         "adapters or as a whole; the new target is written to OUTPUT/target",
     )
     add("--joint-steps", type=int, default=500, metavar="STEPS")
+    add(
+        "--shard-target",
+        action="store_true",
+        help="under torchrun: each process holds a part of the target's layers (FSDP), for models "
+        "that one device does not hold",
+    )
     add("--seed", type=int, default=config.seed)
     add("--resume", action="store_true", help="go on from the state in --output")
     add(
