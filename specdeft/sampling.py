@@ -94,10 +94,18 @@ def choose_tokens(logits: Tensor, positions: Tensor, depths: Tensor, sampler: Sa
     """
     rule = sampler.rule
     if rule.is_greedy:
-        return logits.argmax(dim=-1)
+        return likeliest(logits)
     scores = restrict(logits.float() / sampler.temperature, rule.top_k, rule.top_p)
     noise = gumbel_noise(sampler.keys, positions, logits.shape[-1])
     return scores.add_(noise.index_select(1, depths)).argmax(dim=-1)
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """int64 [...] the column of the largest of logits [..., V], the first of equal ones."""
+    if logits.device.type == "cpu" and logits.dtype != torch.float32:
+        # argmax takes 16-bit numbers one by one on a CPU; this is five times as fast.
+        return logits.max(dim=-1).indices
+    return logits.argmax(dim=-1)
 
 
 def restrict(scores: Tensor, top_k: int | None, top_p: float) -> Tensor:

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from specdeft.config import GenerationConfig
-from specdeft.sampling import Sampler, choose_tokens, gumbel_noise, noise_keys, restrict
+from specdeft.sampling import (
+    Sampler,
+    choose_tokens,
+    gumbel_noise,
+    likeliest,
+    noise_keys,
+    restrict,
+)
 
 
 def choose(logits: torch.Tensor, positions: torch.Tensor, **settings: object) -> torch.Tensor:
@@ -25,6 +32,16 @@ def test_greedy_takes_the_lowest_id_on_a_tie(dtype: torch.dtype) -> None:
     logits = torch.zeros(2, 1000, dtype=dtype)
     logits[0, [70, 500, 900]] = 3.0
     assert choose(logits, torch.tensor([5, 6])).tolist() == [70, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1, 7, 512, 49152])
+def test_the_likeliest_is_the_first_of_the_largest(dtype: torch.dtype, size: int) -> None:
+    """Few values, so that most rows hold the largest one many times over."""
+    logits = torch.randint(-3, 4, (2, 5, size)).to(dtype)
+    expected = [[row.index(max(row)) for row in rows] for rows in logits.tolist()]
+    assert likeliest(logits).tolist() == expected
+    assert likeliest(logits.transpose(0, 1)).transpose(0, 1).tolist() == expected
 
 
 def test_noise_is_a_function_of_its_key_alone() -> None:
