@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm, silu
 
 from specdeft.heads.best_tokens import best_tokens
+from specdeft.heads.eight_bit import Product
 from specdeft.trees.draft_plan import DraftLevel
 
 _MOST = 1 << 24  # more rows, heads or blocks than any model has: a damaged config
@@ -123,11 +124,11 @@ class GatedBlocks(nn.Module):
             nn.init.normal_(self.gate_up, std=hidden_size**-0.5, generator=generator)
         self.down = nn.Parameter(torch.zeros(num_blocks, hidden_size, size))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, product: Product = linear) -> Tensor:
         """[...,H] to [...,H]."""
         for gate_up, down in zip(self.gate_up, self.down, strict=True):
-            gate, up = linear(rms_norm(x, x.shape[-1:]), gate_up).chunk(2, dim=-1)
-            x = x + linear(silu(gate) * up, down)
+            gate, up = product(rms_norm(x, x.shape[-1:]), gate_up).chunk(2, dim=-1)
+            x = x + product(silu(gate) * up, down)
         return x
 
 
@@ -192,22 +193,24 @@ class MedusaHeads(nn.Module):
             states.append(self._projected(head, x))
         return torch.stack(states)
 
-    def _advance(self, head: int, x: Tensor, embedding: Tensor) -> Tensor:
+    def _advance(
+        self, head: int, x: Tensor, embedding: Tensor, product: Product = linear
+    ) -> Tensor:
         """Sequential: the state [...,H] of a head from that of the head before and its token."""
         assert self.token_weight is not None
         token = rms_norm(embedding, (self.config.hidden_size,))
         if self.cell is not None:
-            x = x + linear(token, self.token_weight[0], self.block_bias[0, head])
-            return cast(Tensor, self.cell(x))
-        x = x + linear(token, self.token_weight[head])
+            x = x + product(token, self.token_weight[0], self.block_bias[0, head])
+            return cast(Tensor, self.cell(x, product))
+        x = x + product(token, self.token_weight[head])
         for weight, bias in zip(self.block_weight[:, head], self.block_bias[:, head], strict=True):
-            x = x + silu(linear(x, weight, bias))
+            x = x + silu(product(x, weight, bias))
         return x
 
-    def _projected(self, head: int, x: Tensor) -> Tensor:
+    def _projected(self, head: int, x: Tensor, product: Product = linear) -> Tensor:
         if self.projection is None:
             return x
-        return linear(x, self.projection[0 if self.config.shares_cell else head])
+        return product(x, self.projection[0 if self.config.shares_cell else head])
 
     def output_rows(self, output_layer: nn.Module) -> Tensor:
         """The rows [R,H] or [V,H] of the target's output layer that the heads can draft."""
@@ -219,7 +222,7 @@ class MedusaHeads(nn.Module):
             self._gathered = (weight, weight.detach().index_select(0, self.draft_ids))
         return self._gathered[1]
 
-    def logits(self, states: Tensor, output_layer: nn.Module) -> Tensor:
+    def logits(self, states: Tensor, output_layer: nn.Module, product: Product = linear) -> Tensor:
         """Logits [K,B,V] (over a draft vocabulary [K,B,R], columns in the order of `draft_ids`) of
         states [K,B,H]."""
         if self.output_weight is not None:
@@ -228,7 +231,7 @@ class MedusaHeads(nn.Module):
             return cast(Tensor, output_layer(states))
         bias = getattr(output_layer, "bias", None)
         rows = None if bias is None else bias.index_select(0, self.draft_ids)
-        return linear(states, self.output_rows(output_layer), rows)
+        return product(states, self.output_rows(output_layer), rows)
 
     def forward(self, hidden: Tensor, root: Tensor, embed: nn.Module, output: nn.Module) -> Tensor:
         """Logits [K,B,V or R] from hidden [B,H] and root int64 [B]."""
@@ -271,19 +274,22 @@ class MedusaHeads(nn.Module):
         embed: nn.Module,
         output_layer: nn.Module,
         levels: Sequence[DraftLevel],
+        product: Product = linear,
     ) -> Tensor:
         """Tokens int64 [B,N] of a tree's nodes by sequential heads, level by level.
 
-        hidden [B,H] decided root int64 [B]; levels: `trees.draft_plan` of the tree. Every node that
-        has children guesses them behind its own token. No host sync.
+        hidden [B,H] decided root int64 [B]; levels: `trees.draft_plan` of the tree; product: how
+        the weights are multiplied with. Every node that has children guesses them behind its own
+        token. No host sync.
         """
         num_nodes = 1 + sum(level.child.numel() for level in levels)
         tokens = root[:, None].expand(-1, num_nodes).clone()
         x = hidden[:, None]
         for head, level in enumerate(levels):
             before = embed(tokens.index_select(1, level.inner))
-            x = self._advance(head, x.index_select(1, level.previous), before)
-            best = self._logits_of(head, self._projected(head, x), output_layer)
+            x = self._advance(head, x.index_select(1, level.previous), before, product)
+            states = self._projected(head, x, product)
+            best = self._logits_of(head, states, output_layer, product)
             best = best_tokens(best, level.top_k)
             drafted = best.flatten(1).index_select(1, level.row * level.top_k + level.rank)
             if self.draft_ids is not None:
@@ -291,11 +297,13 @@ class MedusaHeads(nn.Module):
             tokens.index_copy_(1, level.child, drafted)
         return tokens
 
-    def _logits_of(self, head: int, states: Tensor, output_layer: nn.Module) -> Tensor:
+    def _logits_of(
+        self, head: int, states: Tensor, output_layer: nn.Module, product: Product
+    ) -> Tensor:
         """Logits [B,I,V or R] of one head's states [B,I,H]."""
         if self.output_weight is not None:
-            return linear(states, self.output_weight[head])
-        return self.logits(states, output_layer)
+            return product(states, self.output_weight[head])
+        return self.logits(states, output_layer, product)
 
     def save(self, folder: str | Path) -> None:
         """Write `model.safetensors` and `config.json` (see heads/checkpoint.py)."""

@@ -15,12 +15,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from specdeft import drafting
 from specdeft.accept import Acceptance, accept
 from specdeft.attention import KernelChoice, make_attention
 from specdeft.batch import Batch
 from specdeft.compiling import compiled, room_for_forms
+from specdeft.heads.eight_bit import EightBitProducts, Product
 from specdeft.heads.medusa import MedusaHeads
 from specdeft.kernels.commit import commit
 from specdeft.kv_tree import KVTree
@@ -192,7 +194,7 @@ class Engine:
     def draft(self, batch: Batch, tree: TreeTensors) -> Tensor:
         """The tokens of the tree's nodes, [B, N] int64."""
         draft = self._fused[0] if self.is_compiled else drafting.draft_tokens
-        return draft(self.target, self.heads, batch, tree)
+        return draft(self.target, self.heads, batch, tree, self._product)
 
     def verify(
         self,
@@ -240,6 +242,12 @@ class Engine:
         batch.record(decision.positions, outcome.emitted)
         torch.add(outcome.num_accepted, 1, out=batch.counts)
         batch.lengths.add_(batch.counts).mul_(batch.active)
+
+    @cached_property
+    def _product(self) -> Product:
+        """How drafting multiplies: on a CPU it waits for the weights, so they are rounded."""
+        on_cpu = self.target.device.type == "cpu"
+        return EightBitProducts() if on_cpu and not self.is_compiled else linear
 
     @cached_property
     def _fused(self) -> tuple[Callable[..., Tensor], Callable[..., Decision]]:
