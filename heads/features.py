@@ -64,7 +64,7 @@ def tokens_before(root: Tensor, labels: Tensor) -> Tensor:
     return torch.cat([root[:, None], labels[:, :-1]], dim=1).clamp(min=0)
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference mode: layers in parts (heads/sharding.py) count versions
 def extract(
     model: Any,
     documents: Documents,

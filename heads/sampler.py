@@ -206,7 +206,7 @@ class TextWriter:
         self._steps: dict[tuple[int, int], torch.cuda.CUDAGraph | None] = {}
         self._pool: Any = torch.cuda.graph_pool_handle() if self.captures else None
 
-    @torch.inference_mode()
+    @torch.no_grad()  # not inference mode: layers in parts (heads/sharding.py) count versions
     def write(self, requests: Sequence[Request]) -> Written:
         """Write all requests as one wave.
 

@@ -101,7 +101,7 @@ class Attendance:
         """Take part in the forwards of the others until nobody has any left."""
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         self._attends = True
-        with torch.inference_mode():
+        with torch.no_grad():
             while self._anyone_works(False):
                 self.decoder(input_ids=token, use_cache=False)
         self._attends = False

@@ -28,7 +28,7 @@ def on(device: str) -> Target:
 
 def hidden(target: Target, length: int) -> Tensor:
     ids = torch.arange(3, 3 + length, device=target.model.device).unsqueeze(0) % VOCAB_SIZE
-    with torch.inference_mode():
+    with torch.no_grad():
         states: Tensor = target.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
         return states
 

@@ -48,9 +48,10 @@ def tiny_model(folder: Path) -> Path:
     return folder
 
 
-def test_parts_compute_what_the_whole_does_however_unevenly_used() -> None:
-    said = finish(torchrun("tests/heads/sharded_forwards.py"))
-    assert said.count("the same") == 2
+@pytest.mark.parametrize("processes", [1, 2])
+def test_parts_compute_what_the_whole_does_however_unevenly_used(processes: int) -> None:
+    said = finish(torchrun("tests/heads/sharded_forwards.py", processes=processes))
+    assert said.count("the same") == processes
 
 
 @pytest.mark.gpu
