@@ -131,11 +131,12 @@ def _rival(name: str) -> Callable[[Request], list[Row]]:
 def _planned(kind: str) -> Callable[[Request], list[Row]]:
     def build(request: Request) -> list[Row]:
         lengths = _accept_lengths(request.options) if kind == "replay" else None
-        return [
-            PlannedRow(kind, tree, request.bench, request.plain, lengths)
-            for tree in request.trees
-            if tree != PLAIN
-        ]
+        rows: dict[TokenTree, Row] = {}
+        # What "auto" chooses may be asked for by its size as well: one row is enough.
+        for tree in sorted(request.trees, key="auto".__eq__):
+            row = PlannedRow(kind, tree, request.bench, request.plain, lengths)
+            rows.setdefault(row.decoder.tree, row)
+        return list(rows.values())
 
     return build
 

@@ -1,7 +1,8 @@
 """The identity gate: is a row's text plain decoding's text? No speed is claimed for one that fails.
 
 In float32 the ids must be equal. In 16 bits every token must be the target's own choice or a near
-tie (`specdeft.identity`); where two texts part is given with its margin in units of the last place.
+tie (`specdeft.rereading`: within the rounding noise that was measured on plain decoding's text);
+where two texts part is given with its margin in units of the last place.
 """
 
 from collections.abc import Sequence
@@ -9,9 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from specdeft.config import GenerationConfig
-from specdeft.engine import Engine
-from specdeft.identity import NEAR_TIE_ULP, distance_from_choice_ulp
+from specdeft.identity import describe_limit
+from specdeft.rereading import ROUNDING_ULP, Rereader
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,8 @@ class Verdict:
             text only ends earlier.
         num_far: tokens of the row further than a near tie from the target's choice.
         worst_ulp: the furthest.
+        limit_ulp: up to where a token is a near tie.
+        noise_ulp: the rounding noise that follows from, where it was measured.
     """
 
     identical: bool
@@ -34,6 +36,8 @@ class Verdict:
     margin_ulp: float | None = None
     num_far: int = 0
     worst_ulp: float = 0.0
+    limit_ulp: float = ROUNDING_ULP
+    noise_ulp: float | None = None
 
     def describe(self, num_tokens: int) -> str:
         """One clause for people."""
@@ -46,16 +50,16 @@ class Verdict:
         )
         return (
             f"token {self.first_difference} of {num_tokens} differs, {margin}; {self.num_far} "
-            f"tokens beyond a near tie (worst {self.worst_ulp:.1f} ulp)"
+            f"tokens beyond a near tie of {describe_limit(self.limit_ulp, self.noise_ulp)} "
+            f"(worst {self.worst_ulp:.1f} ulp)"
         )
 
 
 def judge(
-    engine: Engine,
+    rereader: Rereader,
     prompt_ids: Sequence[int],
     token_ids: tuple[int, ...],
     plain_ids: tuple[int, ...],
-    config: GenerationConfig,
 ) -> Verdict:
     """Compare a row's ids with plain decoding's; a difference is read again by the target."""
     if token_ids == plain_ids:
@@ -64,31 +68,30 @@ def judge(
     pairs = enumerate(zip(token_ids, plain_ids, strict=False))
     shorter = min(len(token_ids), len(plain_ids))
     first = next((index for index, (mine, its) in pairs if mine != its), shorter)
-    distance = distance_from_choice_ulp(engine, prompt, token_ids, config)
-    num_far = int((distance > NEAR_TIE_ULP).sum())
+    reading = rereader.read(prompt, token_ids, plain_ids)
     return Verdict(
         identical=False,
-        passed=num_far == 0 and engine.target.dtype != torch.float32,
+        passed=reading.num_far == 0 and rereader.engine.target.dtype != torch.float32,
         first_difference=first,
-        margin_ulp=_margin_ulp(engine, prompt, token_ids, plain_ids, first, config),
-        num_far=num_far,
-        worst_ulp=float(distance.max()) if len(distance) else 0.0,
+        margin_ulp=_margin_ulp(rereader, prompt, token_ids, plain_ids, first),
+        num_far=reading.num_far,
+        worst_ulp=reading.worst_ulp,
+        limit_ulp=reading.limit_ulp,
+        noise_ulp=reading.noise_ulp,
     )
 
 
 def _margin_ulp(
-    engine: Engine,
+    rereader: Rereader,
     prompt: tuple[int, ...],
     token_ids: tuple[int, ...],
     plain_ids: tuple[int, ...],
     index: int,
-    config: GenerationConfig,
 ) -> float | None:
     """Between the two tokens at ``index``, after the same text and in forwards of one shape."""
     if index >= min(len(token_ids), len(plain_ids)):
         return None
     mine, its = (
-        float(distance_from_choice_ulp(engine, prompt, ids[: index + 1], config)[-1])
-        for ids in (token_ids, plain_ids)
+        float(rereader.distance_ulp(prompt, ids[: index + 1])[-1]) for ids in (token_ids, plain_ids)
     )
     return abs(mine - its)

@@ -30,6 +30,7 @@ from specdeft.bench.workbench import (
     settings_of,
 )
 from specdeft.config import GenerationConfig
+from specdeft.rereading import Rereader
 from specdeft.trees.options import HelpFormatter, Options
 
 
@@ -106,6 +107,7 @@ def compare_all(
         for prompt, ids in zip(task.prompts.prompts, encoded, strict=True)
         for config in configs
     ]
+    rereaders = {config: Rereader(plain.decoder.engine, config) for config in configs}
     total = sum(len(_rows_for(rows, config)) + 1 for _, _, config in jobs)
     with progress(total, "identity") as done:
         for prompt_id, ids, config in jobs:
@@ -116,8 +118,8 @@ def compare_all(
                 key = f"verdict|{_key(row, prompt_id, config)}"
                 record = folder.get(key)
                 if record is None:
-                    engine = plain.decoder.engine
-                    found = judge(engine, ids, run.token_ids, expected.token_ids, config)
+                    rereader = rereaders[config]
+                    found = judge(rereader, ids, run.token_ids, expected.token_ids)
                     record = asdict(found)
                     folder.put(key, record)
                 verdict = Verdict(**record)

@@ -20,6 +20,7 @@ from specdeft.bench.baselines import (
 from specdeft.bench.batches import measure_batches, parse_batch_sizes
 from specdeft.bench.gate import judge
 from specdeft.bench.latency_measure import (
+    Amounts,
     RowResult,
     check_reuse,
     kv_figures,
@@ -43,6 +44,7 @@ from specdeft.bench.workbench import (
     prepare,
     settings_of,
 )
+from specdeft.rereading import Rereader
 from specdeft.trees.options import HelpFormatter, Options
 
 
@@ -69,6 +71,23 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         metavar="N",
         help="of the rows that are not ours, which may be slow; as many as ours if not given",
+    )
+    options.add_argument(
+        "--yardstick-limit",
+        type=float,
+        metavar="SECONDS",
+        default=180.0,
+        help="a row that is not ours is given up, aloud, where its first call takes longer",
+    )
+    options.add_argument(
+        "--time-limit",
+        type=float,
+        metavar="SECONDS",
+        help="begin no further prompt after so long, and report what was measured; the same "
+        "command goes on where a result was saved",
+    )
+    options.add_argument(
+        "--no-phases", action="store_true", help="leave out where the time of a step goes"
     )
     options.add_argument("--no-warmup", action="store_true", help="time the first calls as well")
     options.add_argument(
@@ -99,6 +118,10 @@ def main(arguments: Sequence[str]) -> Finished:
         raise ValueError(
             f"yardstick-repetitions is {options.yardstick_repetitions}: give at least 1"
         )
+    for name in ("yardstick_limit", "time_limit"):
+        given = getattr(options, name)
+        if given is not None and not 0 < given < float("inf"):
+            raise ValueError(f"{name.replace('_', '-')} is {given:g}: give seconds above 0")
     task = Task.from_options(options)
     configs = [replace(task.config, temperature=temperature) for temperature in temperatures]
     baselines = parse_baselines(options.baselines)
@@ -107,8 +130,11 @@ def main(arguments: Sequence[str]) -> Finished:
     sizes = parse_batch_sizes(options.batch_sizes, len(task.prompts.prompts))
     if sizes and 0.0 not in temperatures:
         raise ValueError("batches are measured at temperature 0: add it to --temperature")
+    if sizes and options.time_limit is not None:
+        raise ValueError("--time-limit and --batch-sizes were both given: give one")
     check_baselines(baselines, options)
     bench = load(options)
+    began = bench.clock()
     task = prepare(task, bench, options)
     rows = [
         *make_rows(trees, baselines, bench, options),
@@ -123,25 +149,35 @@ def main(arguments: Sequence[str]) -> Finished:
     with task.folder as folder:
         folder.open(manifest)
         measured: list[RowResult] = []
-        for config in configs:
+        given_up: dict[str, str] = {}
+        for turn, config in enumerate(configs, start=1):
             # The noise of others cannot be ours: above temperature 0 our rows stand alone.
             chosen = [row for row in rows if row.is_ours or config.is_greedy]
-            measured += measure(
+            share = None if options.time_limit is None else options.time_limit * turn / len(configs)
+            found = measure(
                 chosen,
                 bench,
                 config,
                 by_id,
                 folder,
-                repetitions=options.repetitions,
-                warm_up=not options.no_warmup,
-                judge_text=partial(judge, plain.decoder.engine, config=config),
+                Amounts(
+                    options.repetitions,
+                    options.yardstick_repetitions,
+                    not options.no_warmup,
+                    options.yardstick_limit,
+                    None if share is None else began + share,
+                ),
+                judge_text=partial(judge, Rereader(plain.decoder.engine, config)),
                 is_sweep=len(configs) > 1,
-                yardstick_repetitions=options.yardstick_repetitions,
             )
-            for row, result in zip(chosen, measured[-len(chosen) :], strict=True):
-                result.kinds = tuple(prompt.kind for prompt in task.prompts.prompts)
-                result.kv = kv_figures(row, result, encoded)
-                result.phases_ms = phase_figures(row, result, encoded[0], config, folder)
+            measured += found.results
+            given_up |= found.given_up
+            for row, result in zip(found.rows, found.results, strict=True):
+                num_measured = len(result.runs)
+                result.kinds = tuple(p.kind for p in task.prompts.prompts[:num_measured])
+                result.kv = kv_figures(row, result, encoded[:num_measured])
+                if not options.no_phases:
+                    result.phases_ms = phase_figures(row, result, encoded[0], config, folder)
                 check_reuse(row, result, encoded[0], config, folder)
         greedy = next((config for config in configs if config.is_greedy), task.config)
         batches = (
@@ -154,7 +190,7 @@ def main(arguments: Sequence[str]) -> Finished:
                 _plain_texts(measured, list(by_id)),
                 folder,
                 options.repetitions,
-                partial(judge, plain.decoder.engine, config=greedy),
+                partial(judge, Rereader(plain.decoder.engine, greedy)),
             )
             if sizes
             else []
@@ -164,7 +200,7 @@ def main(arguments: Sequence[str]) -> Finished:
             for row in rows
             if isinstance(row, DecoderRow) and row.tree_name == "auto"
         ]
-        report = make_report(measured, manifest, reports, batches, lossy=options.lossy)
+        report = make_report(measured, manifest, reports, batches, given_up, lossy=options.lossy)
         folder.save(report)
     failed = any(row.is_ours and not row.has_speed for row in measured)
     failed |= any(not result.has_speed for result in batches)

@@ -1,4 +1,4 @@
-"""The measuring of `bench latency`: warm-up, alternating repetitions, and the checks.
+"""The measuring of `bench latency`: warm-up, alternating repetitions, limits, and the checks.
 
 A row is checked in four ways before its speed is believed: its counts agree with its ids, its
 repetitions give one text, that text is plain decoding's, and a prompt that it has not seen takes it
@@ -6,10 +6,11 @@ no longer than one that it has (or it would be reusing what earlier calls left b
 """
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -20,9 +21,11 @@ from specdeft.bench.metrics import Run, known_values, ttft_ms
 from specdeft.bench.phases import StepPhases, measure_phases
 from specdeft.bench.rows import DecoderRow, Row, recorded
 from specdeft.bench.run_folder import RunFolder
+from specdeft.bench.time_limit import TimeIsUpError, time_limit
 from specdeft.bench.workbench import PLAIN, Workbench, progress
 from specdeft.config import GenerationConfig
 from specdeft.graphs import context_bucket
+from specdeft.user_cache import tell
 
 _WARM_UP_TOKENS = 16
 _PHASE_TOKENS = 32
@@ -90,19 +93,49 @@ class RowResult:
         return not self.problems and (not self.is_ours or self.num_passed == len(self.verdicts))
 
 
+class Amounts(NamedTuple):
+    """How much is measured, and when that ends early.
+
+    Attributes:
+        repetitions: of a prompt by each of our rows.
+        yardstick_repetitions: of rows that are not ours, where that is fewer.
+        warm_up: whether first calls are timed apart.
+        yardstick_limit_s: after how many seconds a yardstick's first call is given up.
+        deadline: a reading of the clock after which no further prompt is begun; one always is.
+    """
+
+    repetitions: int
+    yardstick_repetitions: int | None = None
+    warm_up: bool = True
+    yardstick_limit_s: float | None = None
+    deadline: float | None = None
+
+    def of(self, row: Row) -> int:
+        """Repetitions of a prompt by a row."""
+        fewer = self.yardstick_repetitions or self.repetitions
+        return self.repetitions if row.is_ours else min(fewer, self.repetitions)
+
+
+class Measured(NamedTuple):
+    """What `measure` found: the rows that were measured, their results in the same order (of as
+    many prompts as the time allowed), and of the others why they were given up, by label."""
+
+    rows: list[Row]
+    results: list[RowResult]
+    given_up: dict[str, str]
+
+
 def measure(
     rows: Sequence[Row],
     bench: Workbench,
     config: GenerationConfig,
     encoded: dict[str, list[int]],
     folder: RunFolder,
+    amounts: Amounts,
     *,
-    repetitions: int,
-    warm_up: bool,
     judge_text: Judge,
     is_sweep: bool = False,
-    yardstick_repetitions: int | None = None,
-) -> list[RowResult]:
+) -> Measured:
     """Time every row on every prompt; what the folder holds is not run again.
 
     Args:
@@ -110,45 +143,50 @@ def measure(
         encoded: the prompts' ids by prompt id.
         judge_text: compares a row's ids with plain decoding's, for one prompt.
         is_sweep: the run has other temperatures, too.
-        yardstick_repetitions: of rows that are not ours, where that is fewer.
     """
-    fewer = min(yardstick_repetitions or repetitions, repetitions)
-    turns = {row.name: repetitions if row.is_ours else fewer for row in rows}
-    results = [RowResult(row.name, row.is_ours, config.temperature, is_sweep) for row in rows]
-    with progress(len(encoded) * sum(turns.values()), "latency") as done:
-        if warm_up and not _is_complete(results, encoded, folder, turns):
-            _warm_up(rows, results, bench, config, list(encoded.values()), folder)
-        for result in results:
+    pairs = [(row, RowResult(row.name, row.is_ours, config.temperature, is_sweep)) for row in rows]
+    total = len(encoded) * sum(amounts.of(row) for row in rows)
+    with progress(total, "latency") as done:
+        calls = _warm_up_calls(bench, config, list(encoded.values()))
+        is_complete = all(_is_complete(pairs, prompt, folder, amounts) for prompt in encoded)
+        if amounts.warm_up and not is_complete:
+            for row, result in pairs:
+                _warm_up(row, result, bench, calls, folder, amounts)
+        reasons = {result.label: folder.get(_given_up_key(result)) for _, result in pairs}
+        given_up = {label: found["why"] for label, found in reasons.items() if found}
+        pairs = [(row, result) for row, result in pairs if result.label not in given_up]
+        for _, result in pairs:
             known = folder.get(f"cold|{result.label}")
             result.cold_start_s = known["s"] if known else None
-        for prompt_id, ids in encoded.items():
-            for result in results:
+        for number, (prompt_id, ids) in enumerate(encoded.items()):
+            is_late = amounts.deadline is not None and bench.clock() > amounts.deadline
+            if number and is_late and not _is_complete(pairs, prompt_id, folder, amounts):
+                break
+            for _, result in pairs:
                 result.runs.append([])
-            for repetition in range(repetitions):
-                pairs = list(zip(rows, results, strict=True))
+            for repetition in range(amounts.repetitions):
                 for row, result in pairs if repetition % 2 == 0 else reversed(pairs):
-                    if repetition >= turns[row.name]:
+                    if repetition >= amounts.of(row):
                         continue
                     key = _key(result, prompt_id, repetition)
                     measure_one = partial(_measured, row, ids, config)
                     run = recorded(folder, key, result.label, prompt_id, measure_one)
                     result.runs[-1].append(run)
                     done()
+            results = [result for _, result in pairs]
             _judge_prompt(results, bench, config, prompt_id, ids, judge_text, folder)
-    return results
+    return Measured([row for row, _ in pairs], [result for _, result in pairs], given_up)
 
 
 def _is_complete(
-    results: Sequence[RowResult],
-    prompt_ids: Mapping[str, object],
-    folder: RunFolder,
-    turns: Mapping[str, int],
+    pairs: Sequence[tuple[Row, RowResult]], prompt_id: str, folder: RunFolder, amounts: Amounts
 ) -> bool:
+    """Whether the folder holds all of one prompt."""
     return all(
         folder.get(_key(result, prompt_id, repetition)) is not None
-        for result in results
-        for prompt_id in prompt_ids
-        for repetition in range(turns[result.name])
+        for row, result in pairs
+        if folder.get(_given_up_key(result)) is None
+        for repetition in range(amounts.of(row))
     )
 
 
@@ -156,29 +194,61 @@ def _key(result: RowResult, prompt_id: str, repetition: int) -> str:
     return f"{result.label}|{prompt_id}|{repetition}"
 
 
-def _warm_up(
-    rows: Sequence[Row],
-    results: Sequence[RowResult],
-    bench: Workbench,
-    config: GenerationConfig,
-    encoded: Sequence[Sequence[int]],
-    folder: RunFolder,
-) -> None:
-    """The first call is timed apart. On a GPU every context bucket is visited in full length,
-    the longest first, so that nothing is captured or compiled anew later; on a CPU a few tokens are
-    enough."""
+def _given_up_key(result: RowResult) -> str:
+    return f"given up|{result.label}"
+
+
+def _warm_up_calls(
+    bench: Workbench, config: GenerationConfig, encoded: Sequence[Sequence[int]]
+) -> list[tuple[Sequence[int], GenerationConfig]]:
+    """On a GPU every context bucket is visited in full length, the longest first, so that nothing
+    is captured or compiled anew later; on a CPU a few tokens are enough."""
     if bench.model.device.type == "cuda":
         longest = {context_bucket(len(ids)): ids for ids in sorted(encoded, key=len)}
-        calls = [(ids, config) for ids in reversed(longest.values())]
-    else:
-        calls = [(encoded[0], _short(config, _WARM_UP_TOKENS))]
-    for row, result in zip(rows, results, strict=True):
-        began = bench.clock()
+        return [(ids, config) for ids in reversed(longest.values())]
+    return [(encoded[0], _short(config, _WARM_UP_TOKENS))]
+
+
+def _warm_up(
+    row: Row,
+    result: RowResult,
+    bench: Workbench,
+    calls: Sequence[tuple[Sequence[int], GenerationConfig]],
+    folder: RunFolder,
+    amounts: Amounts,
+) -> None:
+    """The first call is timed apart. A yardstick that fails in it, or does not end, is given up,
+    aloud, and stays so where the run is resumed: ours are measured all the same."""
+    if folder.get(_given_up_key(result)) is not None:
+        return
+    began = bench.clock()
+    if row.is_ours:
         row.run(*calls[0])
-        if folder.get(f"cold|{result.label}") is None:  # of a resumed run: its first start
-            folder.put(f"cold|{result.label}", {"s": bench.clock() - began})
-        for call in calls[1:] or calls:
+    else:
+        why = _why_not(row, calls[0], amounts.yardstick_limit_s)
+        if why:
+            tell(f"{result.label} is given up: {why}")
+            folder.put(_given_up_key(result), {"why": why})
+            return
+    if folder.get(f"cold|{result.label}") is None:  # of a resumed run: its first start
+        folder.put(f"cold|{result.label}", {"s": bench.clock() - began})
+    for call in calls[1:] or calls:
+        row.run(*call)
+
+
+def _why_not(
+    row: Row, call: tuple[Sequence[int], GenerationConfig], limit_s: float | None
+) -> str | None:
+    """Why a row's first call did not end well; None where it did."""
+    try:
+        with time_limit(limit_s):
             row.run(*call)
+    except TimeIsUpError:
+        return f"its first call had not ended after {limit_s:g} s"
+    except Exception as error:
+        first_line = (str(error).strip() or "no message").splitlines()[0]
+        return f"its first call failed, {type(error).__name__}: {first_line}"
+    return None
 
 
 def _measured(row: Row, ids: Sequence[int], config: GenerationConfig) -> Run:

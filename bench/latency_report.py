@@ -1,7 +1,7 @@
 """The report of `bench latency`: figures by metric name, tables, drawings."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdeft.bench.batches import BatchResult, batch_figures
@@ -107,6 +107,7 @@ def make_report(
     manifest: dict[str, Any],
     tree_reports: Sequence[str],
     batches: Sequence[BatchResult] = (),
+    given_up: Mapping[str, str] | None = None,
     *,
     lossy: bool,
 ) -> Report:
@@ -134,6 +135,9 @@ def make_report(
         for result in batches
         if not result.has_speed
     ]
+    given_up = given_up or {}
+    remarks += [f"{label}: not measured, {why}" for label, why in given_up.items()]
+    remarks += _stopped(measured, len(manifest["prompts"]["ids"]))
     in_batches = batch_figures(batches, settings["seed"])
     unrest = _unrest(measured)
     if unrest > _QUIET_SPREAD:
@@ -168,9 +172,27 @@ def make_report(
             if table.rows
         ),
         remarks=tuple(remarks),
-        data={"manifest": manifest, "rows": found, "batches": in_batches},
+        data={
+            "manifest": manifest,
+            "rows": found,
+            "batches": in_batches,
+            "given_up": dict(given_up),
+        },
         charts=(*latency_charts(measured, found, lossy=lossy), *batch_charts(in_batches)),
     )
+
+
+def _stopped(measured: Sequence[RowResult], num_prompts: int) -> list[str]:
+    """What the time limit left out, a clause for each temperature."""
+    counts = {
+        row.temperature: (len(row.runs), f", T = {row.temperature:g}" if row.is_sweep else "")
+        for row in measured
+        if len(row.runs) < num_prompts
+    }
+    return [
+        f"the time limit ended the run after {count} of {num_prompts} prompts{where}"
+        for count, where in counts.values()
+    ]
 
 
 def _fewer(settings: dict[str, Any]) -> str:

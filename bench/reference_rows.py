@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specdeft.bench.metrics import Run
+from specdeft.bench.rows import in_microseconds
 from specdeft.bench.workbench import Clock, Workbench
 from specdeft.config import GenerationConfig
 
@@ -77,14 +78,14 @@ class TransformersRow:
                 **self._arguments,
             )
             token_ids = tuple(output[0, len(prompt_ids) :].tolist())
-            e2e_s = self._clock() - began
+            e2e_s = in_microseconds(self._clock() - began)
         return Run(
             token_ids=token_ids,
             finish_reason="eos" if token_ids[-1] in self._eos_ids else "length",
             num_nodes=1,
             max_depth=max(stopwatch.counts) - 1,
             per_step_accepted=tuple(count - 1 for count in stopwatch.counts[1:]),
-            emission_s=tuple(time - began for time in stopwatch.times),
+            emission_s=tuple(in_microseconds(time - began) for time in stopwatch.times),
             e2e_s=e2e_s,
         )
 

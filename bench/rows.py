@@ -34,6 +34,11 @@ class Row(Protocol):
         """Generate for one prompt."""
 
 
+def in_microseconds(seconds: float) -> float:
+    """Rounded to whole microseconds: further digits are noise, and most of a record."""
+    return round(seconds, 6)
+
+
 class DecoderRow:
     """Our decoder with one tree; the one-node tree is the plain baseline."""
 
@@ -73,12 +78,12 @@ class DecoderRow:
         began = clock()
         stream = decoder.stream(list(prompt_ids), config=config)
         for _piece in stream:
-            now, count = clock() - began, stream.num_new_tokens
+            now, count = in_microseconds(clock() - began), stream.num_new_tokens
             # The last piece is text that was held back; it brings no token.
             if count > counts[-1]:
                 emission_s.append(now)
                 counts.append(count)
-        e2e_s = clock() - began
+        e2e_s = in_microseconds(clock() - began)
         result = stream.result
         assert result is not None
         return Run(

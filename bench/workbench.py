@@ -378,6 +378,7 @@ def _load_heads(heads: str, loaded: LoadedTarget) -> LoadedHeads | None:
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     """The options that decide the figures: two parts of one run must share them."""
     free = {"output", "save_result", "default_num_prompts", "usual", "quick", "output_len", "plots"}
+    free |= {"time_limit", "yardstick_limit", "no_phases"}
     settings = {key: value for key, value in vars(options).items() if key not in free}
     for key in ("model", "heads", "prompts"):
         # A folder is the same folder from wherever the command is given.

@@ -166,7 +166,13 @@ class TargetModel:
         return bool(self._compiled)
 
     def forward(
-        self, input_ids: Tensor, position_ids: Tensor, attention: LayerAttention, *, last_only: bool
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention: LayerAttention,
+        *,
+        last_only: bool,
+        fused: bool = True,
     ) -> TargetOutput:
         """One forward of [B, N] tokens at [B, N] positions; ``attention`` owns the cache.
 
@@ -175,8 +181,9 @@ class TargetModel:
             position_ids: [B, N] int64, absolute.
             attention: stores the new keys and values and attends, layer by layer.
             last_only: return the last row's logits only (prefill).
+            fused: use the compiled layers, if there are any.
         """
-        forwards = [] if last_only else self._compiled
+        forwards = self._compiled if fused and not last_only else []
         with self._our_attention(attention), self._linears.installed(), _exchanged(forwards):
             return self._tapped_forward(input_ids, position_ids, last_only)
 

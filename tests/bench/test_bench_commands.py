@@ -15,6 +15,7 @@ import torch
 from specdeft.bench import acceptance, cli, identity, latency, latency_measure, latency_report
 from specdeft.bench.baselines import PlannedRow, make_rows
 from specdeft.bench.gate import Verdict, judge
+from specdeft.bench.latency_measure import Amounts, Measured
 from specdeft.bench.metrics import Run
 from specdeft.bench.prompt_set import load_prompts
 from specdeft.bench.reference_rows import TransformersRow
@@ -23,6 +24,7 @@ from specdeft.bench.run_folder import RunFolder
 from specdeft.bench.workbench import Workbench, parse_temperatures, parse_trees
 from specdeft.config import GenerationConfig
 from specdeft.heads.medusa import HeadsConfig, MedusaHeads
+from specdeft.rereading import Rereader
 from tests.core.tiny import EOS_ID, VOCAB_SIZE, ByteTokenizer, hf_greedy, prompt_ids, tiny_model
 
 
@@ -456,15 +458,15 @@ def test_the_gate_in_sixteen_bits_lets_near_ties_pass_and_nothing_else():
     config = GenerationConfig(max_new_tokens=12)
     prompt = prompt_ids(6)
     plain = row.run(prompt, config).token_ids
-    engine = row.decoder.engine
-    assert judge(engine, prompt, plain, plain, config) == Verdict(True, True)
+    rereader = Rereader(row.decoder.engine, config)
+    assert judge(rereader, prompt, plain, plain) == Verdict(True, True)
     wrong = (*plain[:5], (plain[5] + 1) % VOCAB_SIZE, *plain[6:])
-    verdict = judge(engine, prompt, wrong, plain, config)
+    verdict = judge(rereader, prompt, wrong, plain)
     assert not verdict.passed
     assert verdict.first_difference == 5
     assert verdict.margin_ulp is not None
     assert verdict.margin_ulp > 2
-    shorter = judge(engine, prompt, plain[:8], plain, config)
+    shorter = judge(rereader, prompt, plain[:8], plain)
     assert shorter.first_difference == 8
     assert shorter.margin_ulp is None
 
@@ -561,11 +563,17 @@ def exact(_prompt, token_ids, plain_ids) -> Verdict:
     return Verdict(token_ids == plain_ids, token_ids == plain_ids)
 
 
-def measure(rows, bench, **changes):
-    settings = {"repetitions": 2, "warm_up": True, "judge_text": exact, **changes}
+def measured(rows, bench, folder=None, *, judge_text=exact, **changes) -> Measured:
+    amounts = Amounts(**{"repetitions": 2, **changes})
     config = GenerationConfig(max_new_tokens=4)
-    encoded = {"p": [5], "q": [6]}
-    return latency_measure.measure(rows, bench, config, encoded, RunFolder(None), **settings)
+    folder = RunFolder(None) if folder is None else folder
+    return latency_measure.measure(
+        rows, bench, config, {"p": [5], "q": [6]}, folder, amounts, judge_text=judge_text
+    )
+
+
+def measure(rows, bench, **changes):
+    return measured(rows, bench, **changes).results
 
 
 def test_repetitions_alternate_and_ratios_are_paired():
@@ -630,13 +638,79 @@ def test_a_row_that_reuses_earlier_calls_has_no_speed(is_cached):
         rows[2].run = cached  # type: ignore[method-assign]
     config = GenerationConfig(max_new_tokens=4)
     encoded = {"p": [5, 6, 7, 8]}
-    settings: dict[str, Any] = {"repetitions": 3, "warm_up": True, "judge_text": exact}
     folder = RunFolder(None)
-    result = latency_measure.measure(rows, bench, config, encoded, folder, **settings)[2]
+    found = latency_measure.measure(
+        rows, bench, config, encoded, folder, Amounts(3), judge_text=exact
+    )
+    result = found.results[2]
     latency_measure.check_reuse(rows[2], result, encoded["p"], config, folder)
     assert result.has_speed != is_cached
     said = "takes 10 ms to its first token and one seen before 1: earlier calls are reused"
     assert any(said in problem for problem in result.problems) == is_cached
+
+
+def hang(_prompt_ids, _config) -> Run:
+    while True:  # as a compiler that finds no end
+        pass
+
+
+def fail(_prompt_ids, _config) -> Run:
+    raise RuntimeError("no kernel image\nand more")
+
+
+@pytest.mark.parametrize(
+    ("run", "why"),
+    [
+        (hang, "its first call had not ended after 0.2 s"),
+        (fail, "its first call failed, RuntimeError: no kernel image"),
+    ],
+)
+def test_a_yardstick_that_hangs_or_fails_is_given_up_aloud(run, why, capsys, tmp_path):
+    rows, bench, calls = scripted(30.0, 20.0, 10.0)
+    rows[0].run = run  # type: ignore[method-assign]
+    with RunFolder(tmp_path / "run") as folder:
+        folder.open(manifest())
+        found = measured(rows, bench, folder, yardstick_limit_s=0.2)
+    assert [result.name for result in found.results] == ["plain", "tree"]
+    assert [row.name for row in found.rows] == ["plain", "tree"]
+    assert found.given_up == {"transformers": why}
+    assert f"transformers is given up: {why}" in capsys.readouterr().err
+    report = latency_report.make_report(
+        found.results, manifest(), [], given_up=found.given_up, lossy=False
+    )
+    assert f"transformers: not measured, {why}" in report.remarks
+    assert report.data["given_up"] == found.given_up
+    # A resumed run measures nothing anew, the row that hangs least of all.
+    calls.clear()
+    with RunFolder(tmp_path / "run") as folder:
+        folder.open(manifest())
+        assert measured(rows, bench, folder, yardstick_limit_s=0.2).given_up == found.given_up
+    assert calls == []
+
+
+def test_a_row_of_ours_that_fails_ends_the_run():
+    rows, bench, _ = scripted(30.0, 20.0, 10.0)
+    rows[2].run = fail  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="no kernel image"):
+        measure(rows, bench)
+
+
+def test_after_the_time_limit_no_prompt_is_begun_and_the_rest_is_measured_later(tmp_path):
+    rows, bench, calls = scripted(30.0, 20.0, 10.0)
+    with RunFolder(tmp_path / "run") as folder:
+        folder.open(manifest())
+        found = measured(rows, bench, folder, deadline=0.1)  # warming up takes 0.48 s
+        assert [len(result.runs) for result in found.results] == [1, 1, 1]
+        report = latency_report.make_report(found.results, manifest(), [], lossy=False)
+        assert "the time limit ended the run after 1 of 2 prompts" in report.remarks
+    calls.clear()
+    with RunFolder(tmp_path / "run") as folder:
+        folder.open(manifest())
+        again = measured(rows, bench, folder, warm_up=False)
+    assert calls == ["transformers", "plain", "tree", "tree", "plain", "transformers"]
+    assert [result.runs[0] for result in again.results] == [r.runs[0] for r in found.results]
+    report = latency_report.make_report(again.results, manifest(), [], lossy=False)
+    assert not any("time limit" in remark for remark in report.remarks)
 
 
 def test_the_yardstick_keeps_its_speed_and_its_difference_is_said():
@@ -655,7 +729,8 @@ def manifest() -> dict[str, Any]:
     return {
         "dtype": "float32",
         "device": "CPU",
-        "prompts": {"rule": "2 prompts"},
+        "prompts": {"rule": "2 prompts", "ids": ["p", "q"]},
+        "versions": {},
         "machine": {"threads": 1},
         "settings": vars(options),
     }
