@@ -5,19 +5,21 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdeft.default_model import DEFAULT_MODELS
-from specdeft.trees.options import Options, listed
+from specdeft.prompt_file import parse_prompts, read_source
+from specdeft.trees.options import Options, whole_numbers
 
 if TYPE_CHECKING:
     from specdeft.decoder import SpecDecoder
     from specdeft.heads.documents import Documents
+    from specdeft.step_cost import Place
     from specdeft.trees.search import ValuedPaths
 
 _BUILTIN = "builtin"
 _TEMPERATURES = (0.0, 0.7)
+Asked = tuple[int, int]  # context and batch
 
 
 _DESCRIPTION = """\
@@ -46,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--prompts",
         default=_BUILTIN,
-        help="JSON Lines file with prompts like those the model will meet, or builtin",
+        help="JSON Lines file with prompts like those the model will meet, builtin, or - (stdin)",
     )
     options.add_argument("--num-prompts", type=int, metavar="N", help="the first N of them only")
     options.add_argument("--max-new-tokens", type=int, default=192, metavar="N")
@@ -67,8 +69,8 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str]) -> int:
     """Run the command; bad input raises ValueError before any work."""
     options = parser().parse_args(arguments)
-    contexts = _numbers(options.contexts, "contexts")
-    batches = _numbers(options.batches, "batches")
+    contexts = whole_numbers(options.contexts, "contexts", "1024,16384")
+    batches = whole_numbers(options.batches, "batches", "1,8")
     if options.max_new_tokens < 2:
         raise ValueError(f"max_new_tokens is {options.max_new_tokens}: ask for at least 2")
     prompts = read_prompts(options.prompts, options.num_prompts)
@@ -77,7 +79,6 @@ def main(arguments: Sequence[str]) -> int:
     from specdeft.calibration_cache import VALUES_FILE, cached_values, calibration_folder
     from specdeft.decoder import SpecDecoder
     from specdeft.heads.calibration import calibrate
-    from specdeft.step_cost import Place
     from specdeft.tree_choice import TreeChoice
 
     decoder = SpecDecoder.from_pretrained(
@@ -100,10 +101,10 @@ def main(arguments: Sequence[str]) -> int:
         assert values is not None
     report: dict[str, Any] = {"values": str(folder / VALUES_FILE), "places": []}
     choice = TreeChoice(decoder.engine, "auto", values, time.perf_counter, refresh=options.refresh)
-    for context in contexts:
-        for batch in batches:
-            place = Place.around(context, batch)
-            report["places"].append(_place_report(choice, values, place))
+    for place, wanted in _places(contexts, batches).items():
+        if wanted != [tuple(place)]:
+            _say(_rounded(place, wanted))
+        report["places"].append(_place_report(choice, values, place))
     if options.json:
         sys.stdout.write(json.dumps(report) + "\n")
     else:
@@ -120,7 +121,11 @@ def read_prompts(source: str, num_prompts: int | None) -> list[Any]:
     """
     from specdeft.heads.calibration_texts import calibration_prompts
 
-    prompts = list(calibration_prompts()) if source == _BUILTIN else _read_file(Path(source))
+    if source == _BUILTIN:
+        prompts: list[Any] = list(calibration_prompts())
+    else:
+        lines = parse_prompts(*read_source(source, _BUILTIN))
+        prompts = [line.prompt for line in lines]
     if num_prompts is None:
         return prompts
     if not 1 <= num_prompts <= len(prompts):
@@ -128,33 +133,24 @@ def read_prompts(source: str, num_prompts: int | None) -> list[Any]:
     return prompts[:num_prompts]
 
 
-def _read_file(path: Path) -> list[Any]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"the prompts file {path} cannot be read ({error}): give a JSON Lines file or builtin"
-        ) from error
-    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-    if not numbered:
-        raise ValueError(f"{path} holds no prompts: give one JSON object a line")
-    return [_read_line(line, f"{path}, line {number}") for number, line in numbered]
+def _places(contexts: Sequence[int], batches: Sequence[int]) -> dict["Place", list[Asked]]:
+    """Where steps are timed, each place once, and which contexts and batches it stands for."""
+    from specdeft.step_cost import Place
+
+    places: dict[Place, list[Asked]] = {}
+    for context in contexts:
+        for batch in batches:
+            places.setdefault(Place.around(context, batch), []).append((context, batch))
+    return places
 
 
-def _read_line(line: str, where: str) -> Any:
-    try:
-        entry = json.loads(line)
-        if "turns" in entry:
-            content = entry["turns"][0]
-        else:
-            content = entry["messages"] if "messages" in entry else entry["prompt"]
-    except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
-        raise ValueError(
-            f'{where} is no prompt: write an object, like {{"prompt": "Why is the sky blue?"}}'
-        ) from error
-    if not isinstance(content, str | list) or not content:
-        raise ValueError(f"{where} holds no text: give a prompt that is not empty")
-    return content
+def _rounded(place: "Place", wanted: Sequence[Asked]) -> str:
+    """That a place stands for others, which decoders look up there as well."""
+    names = ", ".join(f"{context} tokens x {batch}" for context, batch in wanted)
+    return (
+        f"steps are timed at {place.num_context} tokens x {place.num_sequences}, which stands for "
+        f"{names}: contexts and batches are grouped"
+    )
 
 
 def answers(decoder: "SpecDecoder", prompts: Sequence[Any], max_new_tokens: int) -> "Documents":
@@ -216,16 +212,6 @@ def _text(place: dict[str, Any]) -> str:
             cells.append(f"{tau:>7.2f}  {tau * plain_ms / row['step_ms']:>7.2f}x{mark}")
         lines.append("  ".join(cells))
     return "\n".join(lines) + "\n"
-
-
-def _numbers(text: str, name: str) -> list[int]:
-    try:
-        numbers = list(map(int, listed(text)))
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 1:
-        raise ValueError(f"{name} are {text!r}: give whole numbers from 1 with commas, like 1,8")
-    return numbers
 
 
 def _say(line: str) -> None:

@@ -49,6 +49,7 @@ class GenerationConfig:
             given = self.eos_token_ids
             ends = given if hasattr(given, "__iter__") else (given,)
             object.__setattr__(self, "eos_token_ids", whole_numbers(ends, "eos_token_ids"))
+        truth(self.ignore_eos, "ignore_eos")
         _number(self, "temperature")
         _number(self, "top_p")
         # `not (x >= 0)` also refuses NaN.
@@ -122,3 +123,14 @@ def _number(config: GenerationConfig, name: str) -> None:
     if isinstance(value, bool | str) or not isinstance(value, SupportsFloat):
         raise ValueError(f"{name} is {value!r}: give a number")
     object.__setattr__(config, name, float(value))
+
+
+def truth(value: object, what: str) -> bool:
+    """`value` if it is True or False: a text like "no" would count as true.
+
+    Raises:
+        ValueError: it is neither; ``what`` it was to be is named.
+    """
+    if not isinstance(value, bool):
+        raise ValueError(f"{what} is {value!r}: give True or False")
+    return value

@@ -1,5 +1,6 @@
 """SpecDecoder: a stock model, its draft heads and a token tree behind `generate` and `stream`."""
 
+import inspect
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdeft.attention import KernelChoice
 from specdeft.calibration_cache import cached_values
-from specdeft.config import GenerationConfig
+from specdeft.config import GenerationConfig, truth
 from specdeft.custom_generate import generate_rows
 from specdeft.engine import Engine
 from specdeft.generation import Generation
@@ -91,9 +92,11 @@ class SpecDecoder:
         self.tokenizer = tokenizer
         self.heads = heads
         on_cuda = target.device.type == "cuda"
+        if cuda_graphs is not None:
+            truth(cuda_graphs, "cuda_graphs")
         if cuda_graphs and not on_cuda:
             raise ValueError("cuda_graphs=True needs a model on CUDA: leave it out on the CPU")
-        if compile:
+        if truth(compile, "compile"):
             target.compile()
         self._engine = Engine(
             target,
@@ -241,6 +244,9 @@ class SpecDecoder:
                 f"config and {', '.join(sorted(fields))} were both given: put them in the config"
             )
         config = config or _config_from(fields)
+        truth(raw, "raw")
+        if sequence is not None and whole_number(sequence, "sequence") < 0:
+            raise ValueError(f"sequence is {sequence}: give a whole number from 0")
         requests = []
         for row, prompt in enumerate(prompts, first):
             prompt_ids = encode_prompt(self.tokenizer, prompt, raw=raw)
@@ -465,8 +471,15 @@ def _is_batch(prompt: Any) -> bool:
 def _config_from(fields: dict[str, Any]) -> GenerationConfig:
     known = GenerationConfig.__dataclass_fields__
     unknown = sorted(set(fields) - set(known))
+    of_decoder = [name for name in unknown if name in inspect.signature(SpecDecoder).parameters]
+    if of_decoder:
+        raise ValueError(
+            f"{', '.join(of_decoder)} is set once for a decoder, not for a text: give it to "
+            "SpecDecoder or SpecDecoder.from_pretrained"
+        )
     if unknown:
         raise ValueError(
-            f"generate has no setting {', '.join(unknown)}: it takes {', '.join(known)}, tree, raw"
+            f"generate has no setting {', '.join(unknown)}: it takes {', '.join(known)}, tree, "
+            "raw, sequence"
         )
     return GenerationConfig(**fields)

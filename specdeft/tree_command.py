@@ -15,6 +15,7 @@ from specdeft.trees.search import ValuedPaths, replayed_tau
 from specdeft.trees.token_tree import TokenTree
 
 SHOWN_SIZES = (2, 4, 8, 16, 24, 32, 48, 64)
+_UNKNOWN = "-"
 _VALUES_NAME = "tree_values.json"
 _SHIPPED = Path(__file__).parent / "heads" / "pretrained"
 
@@ -154,7 +155,19 @@ def load_values(source: str) -> ValuedPaths:
 
 def _print(tree: TokenTree, values: ValuedPaths, options: argparse.Namespace) -> None:
     sys.stdout.write(tree.draw(ascii_only=options.ascii) + "\n\n" + tree.summary() + "\n")
-    sys.stdout.write(f"expected tau {expected_mix(values, tree):.2f} tokens a step\n")
+    expected = _expected(values, tree)
+    sys.stdout.write(
+        f"expected tau {expected} tokens a step\n"
+        if expected != _UNKNOWN
+        else "expected tau unknown: these values know nothing of lookup, run specdeft calibrate\n"
+    )
+
+
+def _expected(values: ValuedPaths, tree: TokenTree) -> str:
+    """Expected tau; unknown where lookup was never measured, which is not the same as nothing."""
+    if tree.num_lookup and not values.lookup:
+        return _UNKNOWN
+    return f"{expected_mix(values, tree):.2f}"
 
 
 def _write(tree: TokenTree, values: ValuedPaths, path: Path) -> None:
@@ -173,6 +186,6 @@ def _table(trees: dict[str, TokenTree], values: ValuedPaths) -> None:
     for name, tree in trees.items():
         lines.append(
             f"{name:<{width}}  {tree.num_nodes:>5}  {tree.num_lookup:>6}  {tree.max_depth:>5}  "
-            f"{tree.num_leaves:>6}  {tree.top_k:>5}  {expected_mix(values, tree):>12.2f}"
+            f"{tree.num_leaves:>6}  {tree.top_k:>5}  {_expected(values, tree):>12}"
         )
     sys.stdout.write("\n".join(lines) + "\n")

@@ -690,7 +690,7 @@ def test_a_yardstick_that_hangs_or_fails_is_given_up_aloud(run, why, capsys, tmp
 
 def test_a_row_of_ours_that_fails_ends_the_run():
     rows, bench, _ = scripted(30.0, 20.0, 10.0)
-    rows[2].run = fail  # type: ignore[method-assign]
+    rows[2].run = fail  # type: ignore[method-assign, assignment]
     with pytest.raises(RuntimeError, match="no kernel image"):
         measure(rows, bench)
 

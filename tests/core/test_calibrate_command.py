@@ -71,10 +71,14 @@ def test_what_is_measured_is_kept_and_used(
 def test_without_heads_lookup_is_calibrated(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["calibrate", *asked(folder), "--batches", "1,3"]) == 0
-    out = capsys.readouterr().out
+    assert main(["calibrate", *asked(folder), "--batches", "1,3,4", "--contexts", "1024"]) == 0
+    out, err = capsys.readouterr()
     assert "1 sequence, up to 1024 tokens" in out
     assert "4 sequences, up to 1024 tokens" in out  # batches are rounded up
+    assert out.count("4 sequences") == 1
+    said = "timed at 1024 tokens x 4, which stands for 1024 tokens x 3, 1024 tokens x 4: contexts"
+    assert said in err
+    assert "stands for 1024 tokens x 1" not in err
     assert out.count("*") >= 2
     decoder = SpecDecoder.from_pretrained(folder / "model", heads=None, dtype=torch.float32)
     known = cached_values(decoder.model, None)
@@ -100,6 +104,8 @@ def test_damaged_values_are_said_and_not_used(
         (["--prompts", "nowhere.jsonl"], "cannot be read"),
         (["--num-prompts", "9"], "give 1 to 3"),
         (["--contexts", "none"], "contexts are 'none'"),
+        (["--contexts", "+8"], "contexts are '+8': give numbers from 1 with commas"),
+        (["--batches", "1,-2"], "batches are '1,-2'"),
         (["--batches", "0"], "batches are '0'"),
         (["--max-new-tokens", "1"], "ask for at least 2"),
     ],
@@ -119,7 +125,7 @@ def test_a_line_that_is_no_prompt_is_named(
 ) -> None:
     (folder / "prompts.jsonl").write_text(line)
     assert main(["calibrate", *asked(folder)]) == 2
-    assert "line 1" in capsys.readouterr().err
+    assert "prompts.jsonl, line 1: " in capsys.readouterr().err
 
 
 def test_places_bound_context_and_batch() -> None:

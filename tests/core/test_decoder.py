@@ -225,6 +225,12 @@ def test_config_and_fields(model: Any) -> None:
         ("x", {"seed": -1}, "seed is -1"),
         ("x", {"stop": [""]}, "every stop string must be text"),
         ("x", {"max_tokens": 3}, "generate has no setting max_tokens: it takes max_new_tokens"),
+        ("x", {"lookup": "on"}, "lookup is set once for a decoder, not for a text: give it to"),
+        ("x", {"compile": True, "seed": 1}, "compile is set once for a decoder"),
+        ("x", {"sequence": -1}, "sequence is -1: give a whole number from 0"),
+        ("x", {"sequence": 1.5}, "sequence is 1.5; give a whole number"),
+        ("x", {"ignore_eos": "no"}, "ignore_eos is 'no': give True or False"),
+        ("x", {"raw": "no"}, "raw is 'no': give True or False"),
         ("x", {"config": GenerationConfig(), "seed": 1}, "config and seed were both given"),
         ("x", {"tree": "oak"}, "there is no tree 'oak': give auto, a number of nodes"),
         ("x", {"tree": 0}, "a tree of 0 nodes is empty"),
@@ -245,6 +251,13 @@ def test_bad_input_is_one_sentence(
 
 
 # ---- trees and heads
+
+
+@pytest.mark.parametrize("name", ["compile", "cuda_graphs"])
+def test_a_word_is_no_truth_value(model: Any, name: str) -> None:
+    settings: dict[str, Any] = {name: "no"}
+    with pytest.raises(ValueError, match=f"{name} is 'no': give True or False"):
+        SpecDecoder(model, ByteTokenizer(), **settings)
 
 
 def test_a_tree_deeper_than_the_heads_is_refused(model: Any) -> None:

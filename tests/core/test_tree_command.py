@@ -40,6 +40,15 @@ def test_show_draws_a_tree_and_says_what_it_brings(values: list[str], capsys) ->
     assert "expected tau 2.10 tokens a step" in out
 
 
+def test_what_lookup_brings_is_unknown_where_it_was_not_measured(tmp_path: Path, capsys) -> None:
+    replace(VALUES, lookup=(), unlooked=()).save(tmp_path / "tree_values.json")
+    values = ["--values", str(tmp_path)]
+    rows = run(["compare", "lookup-4", "3", "chain-1", *values], capsys).splitlines()[2:]
+    assert [row.split()[-1] for row in rows] == ["-", "1.80", "1.50"]
+    out = run(["show", "lookup-4", *values], capsys)
+    assert "expected tau unknown: these values know nothing of lookup, run" in out
+
+
 def test_search_lists_sizes_and_writes_the_tree_of_one(
     values: list[str], tmp_path: Path, capsys
 ) -> None:
