@@ -142,12 +142,13 @@ def measure(
                     runs.setdefault((c, r), []).append(run)
                     done()
     kinds = tuple(prompt.kind for prompt in prompts)
+    longest = max(map(len, encoded))
     return [
         Measurement(
             row.name,
-            row.decoder.tree,
+            row.decoder.tree_of(config, longest),
             config.temperature,
-            row.decoder.expected_tau_at(config.temperature),
+            row.decoder.expected_tau_of(config, longest),
             tuple(runs[c, r]),
             kinds,
         )
@@ -158,7 +159,7 @@ def measure(
 
 def _run_with_ranks(row: DecoderRow, ids: Sequence[int], config: GenerationConfig) -> Run:
     run = row.run(ids, config)
-    top_k = row.decoder.tree.top_k
+    top_k = row.decoder.tree_of(config, len(ids)).top_k
     return replace(run, per_step_ranks=kept_ranks(row.bench, ids, run, top_k))
 
 

@@ -175,7 +175,7 @@ def main(arguments: Sequence[str]) -> Finished:
             for row, result in zip(found.rows, found.results, strict=True):
                 num_measured = len(result.runs)
                 result.kinds = tuple(p.kind for p in task.prompts.prompts[:num_measured])
-                result.kv = kv_figures(row, result, encoded[:num_measured])
+                result.kv = kv_figures(row, result, encoded[:num_measured], config)
                 if not options.no_phases:
                     result.phases_ms = phase_figures(row, result, encoded[0], config, folder)
                 check_reuse(row, result, encoded[0], config, folder)
@@ -196,7 +196,7 @@ def main(arguments: Sequence[str]) -> Finished:
             else []
         )
         reports = [
-            f"{row.name}: {row.decoder.tree_report}"
+            f"{row.name}: {row.decoder.tree_report_of(greedy, max(map(len, encoded)))}"
             for row in rows
             if isinstance(row, DecoderRow) and row.tree_name == "auto"
         ]

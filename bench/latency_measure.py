@@ -294,7 +294,9 @@ def _judge_prompt(
         result.verdicts.append(Verdict(**record))
 
 
-def kv_figures(row: Row, result: RowResult, encoded: Sequence[Sequence[int]]) -> dict[str, float]:
+def kv_figures(
+    row: Row, result: RowResult, encoded: Sequence[Sequence[int]], config: GenerationConfig
+) -> dict[str, float]:
     """Of a step in the middle of the mean text."""
     if not isinstance(row, DecoderRow):
         return {}
@@ -303,7 +305,7 @@ def kv_figures(row: Row, result: RowResult, encoded: Sequence[Sequence[int]]) ->
         for ids, runs in zip(encoded, result.runs, strict=True)
     ]
     context = round(statistics.fmean(texts))
-    target, tree = row.decoder.engine.target, row.decoder.tree
+    target, tree = row.decoder.engine.target, row.decoder.tree_of(config, max(map(len, encoded)))
     return {
         "num_context_tokens": context,
         "kv_read_bytes_per_step": kv_read_bytes_per_step(target.shape, target.dtype, tree, context),

@@ -72,7 +72,8 @@ class DecoderRow:
     def run(self, prompt_ids: Sequence[int], config: GenerationConfig) -> Run:
         """Generate as a stream; a piece that brought tokens is an emission."""
         decoder, clock = self.decoder, self._clock
-        tree = decoder.tree  # "auto" is resolved outside the measured time
+        # "auto" is resolved outside the measured time.
+        tree = decoder.tree_of(config, len(prompt_ids))
         emission_s: list[float] = []
         counts: list[int] = [0]
         began = clock()

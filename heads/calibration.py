@@ -32,6 +32,7 @@ MAX_PATHS = 256
 MAX_LOOKUP = 24  # tokens of a lookup chain that are valued
 REFERENCE_NODES = 32
 REPLAYED_SIZES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+REPLAYED_TOKENS = (32, 64, 128, 256, 512)  # of every answer, and the longest one's
 VALUES_NAME = "tree_values.json"
 
 
@@ -187,6 +188,17 @@ class Samples(NamedTuple):
         """Decode the texts with a tree."""
         return replay(self.ranks, self.document, tree, self.lookup.depth)
 
+    @property
+    def num_longest(self) -> int:
+        """Rows of the longest text."""
+        return int(self.document.unique_consecutive(return_counts=True)[1].max())
+
+    def first(self, num_tokens: int) -> Samples:
+        """The first rows of every text, so many at most."""
+        counts = self.document.unique_consecutive(return_counts=True)[1].tolist()
+        place = torch.cat([torch.arange(count) for count in counts])
+        return self.at((place < num_tokens).nonzero().squeeze(1))
+
     def at(self, rows: Tensor) -> Samples:
         """Some of the rows, int64 [R], repeated where they are named again."""
         return Samples(
@@ -284,7 +296,8 @@ def calibrate(
                 name: {
                     str(row.num_nodes): row.tau
                     for row in taus
-                    if row.temperature == heat and row.lookup == lookup
+                    if (row.temperature, row.lookup) == (heat, lookup)
+                    and row.num_tokens == samples.num_longest
                 }
                 for name, lookup in (("replayed_tau", False), ("replayed_tau_with_lookup", True))
             },
@@ -295,14 +308,18 @@ def calibrate(
 def replayed_taus(
     values: ValuedPaths, samples: Samples, temperature: float
 ) -> Iterator[ReplayedTau]:
-    """What the best trees of some sizes bring on texts, without a lookup chain and with one."""
-    for size in REPLAYED_SIZES:
-        if size <= len(values.paths) + 1:
-            tau = samples.replay(best_tree(values, size)).tau
-            yield ReplayedTau(temperature, False, size, round(tau, 4))
-        if size <= 1 + len(values.paths) + len(values.lookup):
-            tau = samples.replay(best_mix(values, size).tree).tau
-            yield ReplayedTau(temperature, True, size, round(tau, 4))
+    """What the best trees of some sizes bring on the beginnings of texts and on whole ones, without
+    a lookup chain and with one."""
+    longest = samples.num_longest
+    for num_tokens in (*(length for length in REPLAYED_TOKENS if length < longest), longest):
+        part = samples.first(num_tokens)
+        for size in REPLAYED_SIZES:
+            if size <= len(values.paths) + 1:
+                tau = part.replay(best_tree(values, size)).tau
+                yield ReplayedTau(temperature, False, size, round(tau, 4), num_tokens)
+            if size <= 1 + len(values.paths) + len(values.lookup):
+                tau = part.replay(best_mix(values, size).tree).tau
+                yield ReplayedTau(temperature, True, size, round(tau, 4), num_tokens)
 
 
 def tau_by_size(

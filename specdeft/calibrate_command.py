@@ -15,11 +15,12 @@ if TYPE_CHECKING:
     from specdeft.decoder import SpecDecoder
     from specdeft.heads.documents import Documents
     from specdeft.step_cost import Place
+    from specdeft.tree_choice import TreeChoice
     from specdeft.trees.search import ValuedPaths
 
 _BUILTIN = "builtin"
 _TEMPERATURES = (0.0, 0.7)
-Asked = tuple[int, int]  # context and batch
+Wanted = tuple[int, int]  # context and batch
 
 
 _DESCRIPTION = """\
@@ -53,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--num-prompts", type=int, metavar="N", help="the first N of them only")
     options.add_argument("--max-new-tokens", type=int, default=192, metavar="N")
     options.add_argument(
-        "--contexts", default="1024", help="context lengths to time steps at, commas"
+        "--contexts", default="256,1024", help="context lengths to time steps at, commas"
     )
     options.add_argument("--batches", default="1", help="batch sizes to time steps at, commas")
     options.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
@@ -101,7 +102,7 @@ def main(arguments: Sequence[str]) -> int:
         assert values is not None
     report: dict[str, Any] = {"values": str(folder / VALUES_FILE), "places": []}
     choice = TreeChoice(decoder.engine, "auto", values, time.perf_counter, refresh=options.refresh)
-    for place, wanted in _places(contexts, batches).items():
+    for place, wanted in _places(choice, contexts, batches).items():
         if wanted != [tuple(place)]:
             _say(_rounded(place, wanted))
         report["places"].append(_place_report(choice, values, place))
@@ -133,18 +134,18 @@ def read_prompts(source: str, num_prompts: int | None) -> list[Any]:
     return prompts[:num_prompts]
 
 
-def _places(contexts: Sequence[int], batches: Sequence[int]) -> dict["Place", list[Asked]]:
+def _places(
+    choice: "TreeChoice", contexts: Sequence[int], batches: Sequence[int]
+) -> dict["Place", list[Wanted]]:
     """Where steps are timed, each place once, and which contexts and batches it stands for."""
-    from specdeft.step_cost import Place
-
-    places: dict[Place, list[Asked]] = {}
+    places: dict[Place, list[Wanted]] = {}
     for context in contexts:
         for batch in batches:
-            places.setdefault(Place.around(context, batch), []).append((context, batch))
+            places.setdefault(choice.place(context, batch), []).append((context, batch))
     return places
 
 
-def _rounded(place: "Place", wanted: Sequence[Asked]) -> str:
+def _rounded(place: "Place", wanted: Sequence[Wanted]) -> str:
     """That a place stands for others, which decoders look up there as well."""
     names = ", ".join(f"{context} tokens x {batch}" for context, batch in wanted)
     return (
@@ -170,6 +171,7 @@ def answers(decoder: "SpecDecoder", prompts: Sequence[Any], max_new_tokens: int)
 
 def _place_report(choice: Any, values: "ValuedPaths", place: Any) -> dict[str, Any]:
     """Sizes, what they bring and cost at a place, and what is taken at each temperature."""
+    from specdeft.tree_choice import Asked
     from specdeft.trees.search import replayed_tau
 
     step_ms = choice.step_ms(place)
@@ -186,7 +188,7 @@ def _place_report(choice: Any, values: "ValuedPaths", place: Any) -> dict[str, A
         }
         for size, cost in step_ms.items()
     ]
-    chosen = {f"{heat:g}": choice.at(place, heat).tree.num_nodes for heat in _TEMPERATURES}
+    chosen = {f"{heat:g}": choice.at(place, Asked(heat)).tree.num_nodes for heat in _TEMPERATURES}
     return {
         "num_context": place.num_context,
         "num_sequences": place.num_sequences,

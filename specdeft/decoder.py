@@ -28,7 +28,7 @@ from specdeft.run_state import Request, RunStates
 from specdeft.step_trees import StepTrees
 from specdeft.stream import Stream, Turn
 from specdeft.text import TextAssembler
-from specdeft.tree_choice import TreeChoice
+from specdeft.tree_choice import Asked, TreeChoice
 from specdeft.trees.request import LookupRequest, TreeRequest
 from specdeft.trees.search import ValuedPaths
 from specdeft.trees.token_tree import TokenTree
@@ -310,7 +310,9 @@ class SpecDecoder:
         settings = {"max_new_tokens": 2, "temperature": temperature, "ignore_eos": True}
         # The largest first: what comes later fits the memory that it took.
         for bucket in reversed(context_buckets(num_tokens)):
-            drafting = self._choice.tree_at(min(bucket, num_tokens), batch_size, temperature)
+            asked = Asked(temperature)
+            place = self._choice.place(min(bucket, num_tokens), batch_size)
+            drafting = self._choice.tree_at(place, asked)
             for tree in (drafting, TokenTree.chain(0)):
                 # A step's graph serves up to its bucket's end: just below it, nothing is left out.
                 beyond = 2 + 2 * (tree.max_depth + 1)
@@ -372,11 +374,28 @@ class SpecDecoder:
     @property
     def expected_tau(self) -> float | None:
         """Tokens a greedy step is expected to bring, where the drafts were calibrated."""
-        return self._choice.expected_tau(0.0)
+        return self._choice.expected_tau()
 
-    def expected_tau_at(self, temperature: float) -> float | None:
-        """`expected_tau` of steps that sample at a temperature."""
-        return self._choice.expected_tau(temperature)
+    def expected_tau_of(self, config: GenerationConfig, num_prompt_tokens: int) -> float | None:
+        """`expected_tau` in what such a request generates: less in a short text, which has little
+        to look up, and less above temperature 0."""
+        asked = self._asked(config, num_prompt_tokens)
+        return self._choice.expected_tau(asked, self._choice.place(num_prompt_tokens))
+
+    def tree_of(self, config: GenerationConfig, num_prompt_tokens: int) -> TokenTree:
+        """The tree that such a request starts with; "auto" chooses by its prompt, its length and
+        its temperature."""
+        asked = self._asked(config, num_prompt_tokens)
+        return self._choice.tree_at(self._choice.place(num_prompt_tokens), asked)
+
+    def tree_report_of(self, config: GenerationConfig, num_prompt_tokens: int) -> str:
+        """One line that says which tree such a request starts with and why."""
+        asked = self._asked(config, num_prompt_tokens)
+        return self._choice.report_at(self._choice.place(num_prompt_tokens), asked)
+
+    def _asked(self, config: GenerationConfig, num_prompt_tokens: int) -> Asked:
+        budget = config.token_budget(num_prompt_tokens, self._max_context)
+        return Asked(config.temperature, budget)
 
     @property
     def tree(self) -> TokenTree:

@@ -82,6 +82,7 @@ def main(arguments: Sequence[str]) -> int:
     # Loading takes seconds: only after everything that can be refused without it.
     from specdeft.decoder import SpecDecoder
     from specdeft.loading import quiet_loading
+    from specdeft.prompt import encode_prompt
 
     quiet_loading()
     heads = None if options.heads == "none" else options.heads
@@ -93,9 +94,11 @@ def main(arguments: Sequence[str]) -> int:
         tree=options.tree,
         lookup=options.lookup,
     )
-    stream = decoder.stream(prompt, config=config, raw=options.raw)
-    tree = decoder.tree
-    _say(f"{options.model} in {decoder.dtype_name} on {decoder.device_name}; {decoder.tree_report}")
+    prompt_ids = encode_prompt(decoder.tokenizer, prompt, raw=options.raw)
+    stream = decoder.stream(prompt_ids, config=config)
+    tree = decoder.tree_of(config, len(prompt_ids))
+    why = decoder.tree_report_of(config, len(prompt_ids))
+    _say(f"{options.model} in {decoder.dtype_name} on {decoder.device_name}; {why}")
     if options.compare:
         _warm_up(decoder, prompt, options)
     for piece in stream:
@@ -117,7 +120,7 @@ def main(arguments: Sequence[str]) -> int:
         "finish_reason": result.finish_reason,
         "stats": result.stats.to_dict(),
     }
-    _say(_describe(result.stats, decoder.expected_tau_at(config.temperature)))
+    _say(_describe(result.stats, decoder.expected_tau_of(config, len(prompt_ids))))
     if decoder.heads is not None and _never_right(result.stats):
         _say(
             f"not one drafted token was right in {result.stats.num_steps} steps: these heads look "

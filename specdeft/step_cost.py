@@ -1,7 +1,9 @@
 """C(n): what a whole step costs on this device with a tree of n nodes, measured.
 
-Draft, forward, acceptance and commit are timed together, as they run in a generation. Rounds over
-all sizes are interleaved so that a slow moment of a shared machine falls on all of them.
+Draft, forward, acceptance and commit are timed together, as they run in a generation. Sizes take
+turns, so that a slow moment of a shared machine falls on all of them, and are compared with plain
+steps of the same turn. Sizes that no request would choose are soon left out: the seconds are spent
+where the choice hangs.
 """
 
 import hashlib
@@ -28,10 +30,13 @@ from specdeft.trees.atomic import write_text_atomic
 from specdeft.trees.token_tree import TokenTree
 from specdeft.user_cache import cache_root, tell
 
-LEAST_ROUNDS, MOST_ROUNDS = 2, 40
-BUDGET_S = 5.0  # of all rounds but the first: short steps are timed more often
+FIRST_ROUNDS = 3  # over all sizes, a warming one before them; then over those that can win
+LEAST_ROUNDS, MOST_ROUNDS = 5, 40
+BUDGET_S = 6.0  # of all rounds but the warming one: short steps are timed more often
+CAN_WIN = 0.85  # of the most tokens per time that any size brings
 STEPS_IN_A_ROW = 8  # replayed graphs: the host reads a step late, so it must not wait for each
-CONTEXTS = (1024, 4096, 16384, 65536)
+CONTEXTS = (256, 1024, 4096, 16384, 65536)
+METHOD = 2  # raised with what a step does or how it is timed
 MOST_READ_TOKENS = 256  # of a stand-in text; the rest of the context is empty cache
 
 
@@ -58,6 +63,7 @@ def measure_step_ms(
     trees: Mapping[int, TokenTree],
     clock: Callable[[], float],
     place: Place = USUAL_PLACE,
+    expected: Sequence[Mapping[int, float]] = (),
 ) -> dict[int, float]:
     """Median milliseconds of a greedy step by tree size, made non-decreasing.
 
@@ -67,25 +73,48 @@ def measure_step_ms(
         clock: seconds.
         place: with how many committed tokens and sequences; the cache holds no real text beyond
             the first tokens, which changes no step's time.
+        expected: tokens a step by size, for each kind of request to come; sizes that none of them
+            would choose are timed a few times only.
     """
     stand = _Stand.build(engine, trees, place)
-    tensors = {size: engine.load_tree(tree) for size, tree in trees.items()}
-    times_ms: dict[int, list[float]] = {size: [] for size in trees}
-    rounds = LEAST_ROUNDS
-    round_index = 0
-    while round_index <= rounds:
-        for size, tree in tensors.items():
-            elapsed_ms = stand.time_ms(tree, clock)
-            if round_index:  # the first round warms up
-                times_ms[size].append(elapsed_ms)
-        if round_index == 1:
-            round_ms = stand.in_a_row * sum(times[0] for times in times_ms.values())
-            affordable = int(BUDGET_S * 1e3 / max(round_ms, 1e-3))
-            rounds = min(max(affordable, LEAST_ROUNDS), MOST_ROUNDS)
-        round_index += 1
-    sizes = sorted(times_ms)
-    medians = [statistics.median(times_ms[size]) for size in sizes]
-    return dict(zip(sizes, isotonic(medians), strict=True))
+    tensors = {size: engine.load_tree(tree) for size, tree in sorted(trees.items())}
+    rounds: list[dict[int, float]] = []
+
+    def time_round(sizes: Sequence[int]) -> float:
+        rounds.append({size: stand.time_ms(tensors[size], clock) for size in sizes})
+        return stand.in_a_row * sum(rounds[-1].values()) / 1e3
+
+    time_round(list(tensors))
+    rounds.clear()  # the first round warms up
+    spent_s = sum(time_round(list(tensors)) for _ in range(FIRST_ROUNDS))
+    sizes = contenders(relative_medians(rounds), expected)
+    while len(rounds) < MOST_ROUNDS and (spent_s < BUDGET_S or len(rounds) < LEAST_ROUNDS):
+        spent_s += time_round(sizes)
+    medians = relative_medians(rounds)
+    counts = [sum(size in times for times in rounds) for size in medians]
+    return dict(zip(medians, isotonic(list(medians.values()), counts), strict=True))
+
+
+def relative_medians(rounds: Sequence[Mapping[int, float]]) -> dict[int, float]:
+    """The median time of every size, from its ratio to the smallest size of the same round: a slow
+    second changes both."""
+    smallest = min(rounds[0])
+    plain = statistics.median(times[smallest] for times in rounds)
+    return {
+        size: plain
+        * statistics.median(times[size] / times[smallest] for times in rounds if size in times)
+        for size in sorted(rounds[0])
+    }
+
+
+def contenders(step_ms: Mapping[int, float], expected: Sequence[Mapping[int, float]]) -> list[int]:
+    """The sizes between which a choice can still fall, the smallest one always; all of them where
+    nothing is expected."""
+    near = {min(step_ms), *(step_ms if not expected else ())}
+    for taus in expected:
+        speed = {size: taus[size] / step_ms[size] for size in step_ms}
+        near |= {size for size in speed if speed[size] >= CAN_WIN * max(speed.values())}
+    return sorted(near)
 
 
 @dataclass(frozen=True)
@@ -141,17 +170,17 @@ def _runner(
     return lambda tree: graphs.run(tree, bucket)
 
 
-def isotonic(values: Sequence[float]) -> list[float]:
-    """The closest non-decreasing sequence in least squares (pool adjacent violators)."""
-    blocks: list[tuple[float, int]] = []
-    for value in values:
-        mean, count = value, 1
+def isotonic(values: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """The closest non-decreasing sequence in weighted least squares (pool adjacent violators)."""
+    blocks: list[tuple[float, float, int]] = []
+    for value, own in zip(values, weights, strict=True):
+        mean, weight, count = value, own, 1
         while blocks and blocks[-1][0] > mean:
-            previous, weight = blocks.pop()
-            mean = (mean * count + previous * weight) / (count + weight)
-            count += weight
-        blocks.append((mean, count))
-    return [mean for mean, count in blocks for _ in range(count)]
+            before, its_weight, its_count = blocks.pop()
+            mean = (mean * weight + before * its_weight) / (weight + its_weight)
+            weight, count = weight + its_weight, count + its_count
+        blocks.append((mean, weight, count))
+    return [mean for mean, _, count in blocks for _ in range(count)]
 
 
 def cached_step_ms(
@@ -159,6 +188,7 @@ def cached_step_ms(
     trees: Mapping[int, TokenTree],
     clock: Callable[[], float],
     place: Place = USUAL_PLACE,
+    expected: Sequence[Mapping[int, float]] = (),
     *,
     refresh: bool = False,
 ) -> dict[int, float]:
@@ -173,7 +203,7 @@ def cached_step_ms(
     key = _key(engine, trees, place)
     path = _path(key)
     tell("measuring the step time of tree sizes on this device (some seconds, then remembered)")
-    step_ms = measure_step_ms(engine, trees, clock, place)
+    step_ms = measure_step_ms(engine, trees, clock, place, expected)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomic(path, json.dumps({"key": key, "step_ms": step_ms}, indent=1) + "\n")
@@ -227,6 +257,7 @@ def _key(engine: Engine, trees: Mapping[int, TokenTree], place: Place) -> dict[s
         "dtype": str(target.dtype),
         "steps": f"graphs={engine.cuda_graphs} compiled={target.is_compiled}",
         "threads": torch.get_num_threads(),
+        "method": METHOD,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "specdeft": specdeft.__version__,

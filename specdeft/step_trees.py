@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from specdeft.pacing import Pace
 from specdeft.step_cost import Place
-from specdeft.tree_choice import Chosen, TreeChoice
+from specdeft.tree_choice import Asked, Chosen, TreeChoice
 from specdeft.tree_tensors import TreeTensors
 from specdeft.trees.token_tree import TokenTree
 
@@ -41,7 +41,8 @@ class StepTrees:
         self._end = max(
             prompt + budget for prompt, budget in zip(num_prompt_tokens, budgets, strict=True)
         )
-        self._at: Callable[[Place], Chosen] = lambda place: choice.at(place, temperature)
+        asked = Asked(temperature, max(budgets))
+        self._at: Callable[[Place], Chosen] = lambda place: choice.at(place, asked)
         self._first = self._place(max(num_prompt_tokens))
         self._pace: Pace | None = None
         self._drafted: deque[bool] = deque()
@@ -80,4 +81,4 @@ class StepTrees:
         return tree if fits else self.largest
 
     def _place(self, num_context: int) -> Place:
-        return Place.around(num_context, self._num_sequences)
+        return self._choice.place(num_context, self._num_sequences)

@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from specdeft.engine import Engine
-from specdeft.step_cost import USUAL_PLACE, Place, cached_step_ms, known_step_ms
+from specdeft.step_cost import Place, cached_step_ms, known_step_ms
 from specdeft.tree_tensors import TreeTensors
 from specdeft.trees.mixing import expected_mix
 from specdeft.trees.request import (
@@ -22,7 +22,21 @@ from specdeft.trees.token_tree import TokenTree
 AUTO_SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 # Every size is compiled for itself, tens of seconds each: fewer are tried.
 AUTO_SIZES_COMPILED = (1, 16, 64)
+LEAST_CONTEXT_CUDA = 1024  # below, attention takes a GPU no time that would change a choice
 NOTHING = ValuedPaths((), ())  # neither heads nor lookup: plain decoding
+
+
+class Asked(NamedTuple):
+    """What a generation asks for, as far as what guesses bring depends on it: its temperature and
+    its number of new tokens; None for as many as drafts were calibrated with."""
+
+    temperature: float = 0.0
+    num_tokens: int | None = None
+
+
+USUALLY_ASKED = Asked()
+# Step times are measured best at the sizes that one of these would choose.
+TYPICALLY_ASKED = (USUALLY_ASKED, Asked(0.0, 64), Asked(0.7), Asked(0.7, 64))
 
 
 class Chosen(NamedTuple):
@@ -79,7 +93,7 @@ class TreeChoice:
         self._step_ms: dict[Place, dict[int, float]] = {}
         self._loaded: dict[TokenTree, TreeTensors] = {}
         self._by_size: dict[int, TokenTree] | None = None
-        self._chosen: dict[tuple[Place, float], Chosen] = {}
+        self._chosen: dict[tuple[Place, Asked], Chosen] = {}
         self._asked = None if request == "auto" else self._of(request)
         if self._asked is not None:
             engine.load_tree(self._asked)
@@ -98,38 +112,56 @@ class TreeChoice:
         if not self.is_auto:
             self.report = "no draft heads and no lookup: plain decoding"
             return TokenTree.chain(0)
-        chosen = self.at(USUAL_PLACE)
+        chosen = self.at(self.place())
         self.report = chosen.report
         return chosen.tree
 
-    def expected_tau(self, temperature: float) -> float | None:
+    def place(self, num_context: int = 0, num_sequences: int = 1) -> Place:
+        """The place whose step times stand for a context and a batch."""
+        on_cpu = self._engine.target.device.type == "cpu"
+        return Place.around(max(num_context, 0 if on_cpu else LEAST_CONTEXT_CUDA), num_sequences)
+
+    def expected_tau(
+        self, asked: Asked = USUALLY_ASKED, place: Place | None = None
+    ) -> float | None:
         """Tokens a step is expected to bring, where what the tree is made of was measured; None for
         a tree that drafts nothing."""
-        if self._values is None or self.tree.num_nodes == 1:
+        tree = self.at(place or self.place(), asked).tree if self.is_auto else self.tree
+        if self._values is None or tree.num_nodes == 1:
             return None
-        return self._expected(self.tree, temperature)
+        return self._expected(tree, asked)
 
-    def at(self, place: Place, temperature: float = 0.0) -> Chosen:
+    def at(self, place: Place, asked: Asked = USUALLY_ASKED) -> Chosen:
         """What "auto" takes at a place; measures the step cost there the first time."""
-        key = place, temperature
+        key = place, asked
         if key not in self._chosen:
             trees, step_ms = self._sizes(), self.step_ms(place)
-            expected = {size: self._expected(tree, temperature) for size, tree in trees.items()}
+            expected = {size: self._expected(tree, asked) for size, tree in trees.items()}
             size = choose_size(expected, step_ms)
             self._chosen[key] = Chosen(trees[size], expected[size], step_ms[size], step_ms[1])
         return self._chosen[key]
 
-    def tree_at(self, num_context: int, num_sequences: int, temperature: float) -> TokenTree:
-        """The tree of a generation that starts with such a context and batch."""
-        if not self.is_auto:
-            return self.tree
-        return self.at(Place.around(num_context, num_sequences), temperature).tree
+    def tree_at(self, place: Place, asked: Asked) -> TokenTree:
+        """The tree of a generation that starts there."""
+        return self.at(place, asked).tree if self.is_auto else self.tree
+
+    def report_at(self, place: Place, asked: Asked) -> str:
+        """Which tree such a generation starts with, and why."""
+        if self.is_auto:
+            return self.at(place, asked).report
+        _resolved = self.tree
+        return self.report
 
     def step_ms(self, place: Place) -> dict[int, float]:
         """Milliseconds of a step by the sizes that "auto" chooses among; measured once."""
         if place not in self._step_ms:
+            trees = self._sizes()
+            expected = [
+                {size: self._expected(tree, asked) for size, tree in trees.items()}
+                for asked in TYPICALLY_ASKED
+            ]
             self._step_ms[place] = cached_step_ms(
-                self._engine, self._sizes(), self._clock, place, refresh=self._refresh
+                self._engine, trees, self._clock, place, expected, refresh=self._refresh
             )
         return self._step_ms[place]
 
@@ -143,13 +175,18 @@ class TreeChoice:
             self._loaded[tree] = self._engine.load_tree(tree)
         return self._loaded[tree]
 
-    def _expected(self, tree: TokenTree, temperature: float) -> float:
+    def _expected(self, tree: TokenTree, asked: Asked) -> float:
         """By replay where the tree is one of those that were replayed, else by its values."""
         values = self._known_values()
         size = tree.num_nodes
         if self._is_best(tree):
             replayed = replayed_tau(
-                values, size, temperature=temperature, lookup=self._lookup != "off"
+                values,
+                size,
+                temperature=asked.temperature,
+                lookup=self._lookup != "off",
+                # Compiling another size for another length takes longer than it saves.
+                num_tokens=None if self._engine.is_compiled else asked.num_tokens,
             )
             if replayed is not None:
                 return replayed

@@ -31,12 +31,15 @@ class ReplayedTau(NamedTuple):
     """Tokens a step that the best tree of a size brought when known texts were decoded with it.
 
     temperature: how those texts were drawn. lookup: whether the tree could hold a lookup chain.
+    num_tokens: how much of each text was decoded at most; None where that was not noted. The longer
+        a text, the more of it has been said before.
     """
 
     temperature: float
     lookup: bool
     num_nodes: int
     tau: float
+    num_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -98,13 +101,15 @@ class ValuedPaths:
             raise ValueError("a path is worth more beside the lookup chain than alone")
         if any(not (1 <= row.tau < math.inf and row.num_nodes >= 1) for row in self.taus):
             raise ValueError("a replayed tau is below 1 or belongs to no tree")
+        if any(row.num_tokens is not None and row.num_tokens < 1 for row in self.taus):
+            raise ValueError("a replayed tau belongs to texts of no token")
 
     def to_json(self) -> str:
         """JSON text; the values are rounded to 9 digits, which keeps their order."""
         content: dict[str, object] = {"paths": self.paths}
         for name in ("values", "lookup", "unlooked"):
             content[name] = [round(value, 9) for value in getattr(self, name)]
-        content["taus"] = [[*row[:3], round(row.tau, 4)] for row in self.taus]
+        content["taus"] = [[*row[:3], round(row.tau, 4), row.num_tokens] for row in self.taus]
         return json.dumps(content) + "\n"
 
     @classmethod
@@ -117,8 +122,8 @@ class ValuedPaths:
             lookup = tuple(map(float, fields.get("lookup", ())))
             unlooked = tuple(map(float, fields.get("unlooked", ())))
             taus = tuple(
-                ReplayedTau(float(heat), bool(looked_up), int(size), float(tau))
-                for heat, looked_up, size, tau in fields.get("taus", ())
+                ReplayedTau(float(heat), bool(looked_up), int(size), float(tau), _length(*length))
+                for heat, looked_up, size, tau, *length in fields.get("taus", ())
             )
         except _MALFORMED as error:
             raise ValueError(
@@ -199,21 +204,44 @@ def expected_tau(valued: ValuedPaths, num_nodes: int) -> float:
 
 
 def replayed_tau(
-    valued: ValuedPaths, num_nodes: int, *, temperature: float, lookup: bool
+    valued: ValuedPaths,
+    num_nodes: int,
+    *,
+    temperature: float,
+    lookup: bool,
+    num_tokens: int | None = None,
 ) -> float | None:
-    """Tokens a step to expect of the best tree of a size, from the replays at the temperature
-    nearest to `temperature`, between two sizes by the logarithm; None where none was tried."""
+    """Tokens a step to expect of the best tree of a size in texts of `num_tokens`, None for the
+    longest: from the replays at the temperature nearest to `temperature`, between two sizes and two
+    lengths by the logarithm; None where none was tried."""
     rows = [row for row in valued.taus if row.lookup == lookup]
     if num_nodes <= 1 or not rows:
         return 1.0 if num_nodes == 1 else None
     nearest = min({row.temperature for row in rows}, key=lambda heat: abs(heat - temperature))
-    known = {1: 1.0, **{row.num_nodes: row.tau for row in rows if row.temperature == nearest}}
-    below = max(size for size in known if size <= num_nodes)
-    above = min((size for size in known if size >= num_nodes), default=below)
-    if below == above:
+    by_length: dict[float, dict[float, float]] = {}
+    for row in rows:
+        if row.temperature == nearest:
+            sizes = by_length.setdefault(row.num_tokens or math.inf, {1: 1.0})
+            sizes[row.num_nodes] = row.tau
+    return _between(
+        {length: _between(sizes, num_nodes) for length, sizes in by_length.items()},
+        num_tokens or math.inf,
+    )
+
+
+def _between(known: Mapping[float, float], place: float) -> float:
+    """What is known at a place: the value there, else between its neighbours by the logarithm of
+    the place, and past the last one that one's."""
+    below = max((at for at in known if at <= place), default=min(known))
+    above = min((at for at in known if at >= place), default=below)
+    if below >= above or math.inf in (below, above):
         return known[below]
-    share = math.log(num_nodes / below) / math.log(above / below)
+    share = math.log(place / below) / math.log(above / below)
     return known[below] + share * (known[above] - known[below])
+
+
+def _length(num_tokens: int | None = None) -> int | None:
+    return None if num_tokens is None else int(num_tokens)
 
 
 def _check_size(valued: ValuedPaths, num_nodes: int) -> None:

@@ -44,7 +44,8 @@ def test_what_is_measured_is_kept_and_used(
     heads = str(folder / "model" / "heads")
     assert main(["calibrate", *asked(folder, heads), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    (place,) = report["places"]
+    place, longer = report["places"]
+    assert (place["num_context"], longer["num_context"]) == (256, 1024)
     sizes = [row["num_nodes"] for row in place["sizes"]]
     assert sizes[0] == 1
     assert set(place["chosen"].values()) <= set(sizes)
@@ -129,6 +130,7 @@ def test_a_line_that_is_no_prompt_is_named(
 
 
 def test_places_bound_context_and_batch() -> None:
-    assert Place.around(5) == Place(1024, 1)
+    assert Place.around(5) == Place(256, 1)
+    assert Place.around(257) == Place(1024, 1)
     assert Place.around(1025, 3) == Place(4096, 4)
     assert Place.around(10**9, 8) == Place(65536, 8)

@@ -1,14 +1,15 @@
 """The trees of one generation: as asked throughout; "auto" steps plainly where drafts are wrong."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from specdeft import SpecDecoder
+from specdeft import GenerationConfig, SpecDecoder
 from specdeft.heads.medusa import HeadsConfig, MedusaHeads
-from specdeft.trees.search import ValuedPaths
+from specdeft.trees.search import ReplayedTau, ValuedPaths
 from specdeft.trees.token_tree import TokenTree
 from tests.core.tiny import VOCAB_SIZE, ByteTokenizer, prompt_ids, tiny_model
 
@@ -33,7 +34,9 @@ class Charged:
 
         monkeypatch.setattr(type(self.model), "forward", charged)
 
-    def decoder(self, tree: Any = "auto", **settings: Any) -> SpecDecoder:
+    def decoder(
+        self, tree: Any = "auto", values: ValuedPaths = PROMISED, **settings: Any
+    ) -> SpecDecoder:
         torch.manual_seed(1)
         heads = MedusaHeads(HeadsConfig(2, 1, 64, VOCAB_SIZE, output="own"))
         with torch.no_grad():
@@ -44,7 +47,7 @@ class Charged:
             ByteTokenizer(),
             heads,
             tree=tree,
-            tree_values=PROMISED,
+            tree_values=values,
             clock=lambda: self.now,
             **settings,
         )
@@ -71,6 +74,33 @@ def test_auto_steps_plainly_where_no_guess_comes_true(monkeypatch: pytest.Monkey
     assert result.stats.num_plain_steps == len(steps) - drafted
     plain_cost = 1.0 + 0.2
     assert charged.now - began <= 1.05 * plain_cost * NUM_TOKENS + 1.0 + 0.2 * 9
+
+
+def test_the_tree_follows_from_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guesses that come true in long texts and at temperature 0 alone."""
+    charged = Charged(monkeypatch, per_node=0.2)
+    taus = [
+        ReplayedTau(heat, True, size, tau, length)
+        for heat, length, by_size in (
+            (0.0, 16, {2: 1.6, 4: 1.7}),
+            (0.0, 64, {2: 1.7, 4: 3.0}),
+            (0.7, 64, {2: 1.01, 4: 1.02}),
+        )
+        for size, tau in by_size.items()
+    ]
+    decoder = charged.decoder(values=replace(PROMISED, taus=tuple(taus)))
+    for num_tokens, temperature, num_nodes in ((16, 0.0, 2), (64, 0.0, 4), (64, 0.7, 1)):
+        config = GenerationConfig(max_new_tokens=num_tokens, temperature=temperature)
+        assert decoder.tree_of(config, 9).num_nodes == num_nodes
+        assert f"tree of {num_nodes} nodes" in decoder.tree_report_of(config, 9)
+        expected = decoder.expected_tau_of(config, 9)
+        known = {(row.temperature, row.num_nodes, row.num_tokens): row.tau for row in taus}
+        assert expected == known.get((temperature, num_nodes, num_tokens))
+        charged.rows.clear()
+        decoder.generate(prompt_ids(9), config=replace(config, ignore_eos=True))
+        assert charged.rows[1] == num_nodes
+    with pytest.raises(ValueError, match="context"):
+        decoder.tree_of(GenerationConfig(max_new_tokens=10**6), 9)
 
 
 def test_a_tree_that_was_asked_for_is_used_throughout(monkeypatch: pytest.MonkeyPatch) -> None:

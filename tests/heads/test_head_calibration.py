@@ -16,6 +16,7 @@ from specdeft.heads.calibration import (
     lookup_depths,
     repeat_rate,
     replay,
+    samples_of,
     step_values,
     top_accuracies,
     tree_values,
@@ -24,6 +25,7 @@ from specdeft.heads.documents import from_lists
 from specdeft.heads.features import extract
 from specdeft.heads.medusa import HeadsConfig, MedusaHeads
 from specdeft.heads.target import Target
+from specdeft.trees.mixing import best_mix
 from specdeft.trees.search import ValuedPaths, replayed_tau
 from specdeft.trees.statistics import with_lookup
 from specdeft.trees.token_tree import TokenTree
@@ -103,6 +105,38 @@ def test_calibration_writes_values_and_what_they_bring(tmp_path: Path, target: T
         assert taus["64"] >= taus["4"] >= 1
         expected = replayed_tau(values, 64, temperature=heat, lookup=False)
         assert expected == pytest.approx(taus["64"], abs=1e-4)
+
+
+def test_what_is_expected_of_short_texts_is_replayed_on_beginnings(
+    tmp_path: Path, target: Target
+) -> None:
+    """Texts that repeat themselves from their 40th token on: only long ones gain by looking up."""
+    torch.manual_seed(0)
+    fresh = [torch.randperm(90)[:40].tolist() for _ in range(3)]
+    ids = [[*text, *text[:20] * 4] for text in fresh]
+    documents = from_lists(ids, [[False] * 2 + [True] * 118] * 3)
+    calibrate(target.model, None, documents, tmp_path)
+    values = ValuedPaths.load(tmp_path / VALUES_NAME)
+    assert {row.num_tokens for row in values.taus} == {32, 64, 118}
+    samples = samples_of(target.model, None, documents)
+    for num_tokens in (32, 64, 118):
+        expected = replayed_tau(values, 8, temperature=0.0, lookup=True, num_tokens=num_tokens)
+        tree = best_mix(values, 8).tree
+        parts = [
+            from_lists([text[: 2 + num_tokens]], [[False] * 2 + [True] * num_tokens])
+            for text in ids
+        ]
+        alone = [samples_of(target.model, None, part).replay(tree).tau for part in parts]
+        rows = samples.first(num_tokens)
+        assert rows.document.unique_consecutive(return_counts=True)[1].tolist() == [num_tokens] * 3
+        assert expected == pytest.approx(rows.replay(tree).tau, abs=1e-4)
+        assert expected is not None
+        assert min(alone) - 1e-4 <= expected <= max(alone) + 1e-4
+    short, long = (
+        replayed_tau(values, 8, temperature=0.0, lookup=True, num_tokens=length) or 0
+        for length in (32, 118)
+    )
+    assert short < 1.2 < 2 < long
 
 
 def test_without_heads_lookup_alone_is_calibrated(tmp_path: Path, target: Target) -> None:

@@ -219,6 +219,33 @@ def test_replayed_tau(size: int, temperature: float, lookup: bool, tau: float) -
     assert ValuedPaths.from_json(valued.to_json()).taus == TRIED
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "tau"),
+    [(None, 3.0), (16, 2.0), (32, 2.0), (64, 2.5), (128, 3.0), (9999, 3.0)],
+)
+def test_what_a_text_brings_depends_on_its_length(num_tokens: int | None, tau: float) -> None:
+    rows = (ReplayedTau(0.0, True, 4, 2.0, 32), ReplayedTau(0.0, True, 4, 3.0, 128))
+    valued = ValuedPaths(((0,),), (0.5,), taus=rows)
+    for known in (valued, ValuedPaths.from_json(valued.to_json())):
+        got = replayed_tau(known, 4, temperature=0.0, lookup=True, num_tokens=num_tokens)
+        assert got == pytest.approx(tau)
+
+
+@pytest.mark.parametrize("num_tokens", [None, 1, 4096])
+def test_files_that_note_no_length_serve_every_length(num_tokens: int | None) -> None:
+    old = '{"paths": [[0]], "values": [0.5], "taus": [[0.0, true, 4, 2.0], [0.0, true, 16, 3.0]]}'
+    valued = ValuedPaths.from_json(old)
+    for size, tau in ((4, 2.0), (8, 2.5)):
+        got = replayed_tau(valued, size, temperature=0.0, lookup=True, num_tokens=num_tokens)
+        assert got == pytest.approx(tau)
+
+
+@pytest.mark.parametrize("row", ["[0, true, 4, 2.0, 0]", "[0, true, 4, 2.0, 8, 9]", "[0, true, 4]"])
+def test_replays_that_make_no_sense_are_refused(row: str) -> None:
+    with pytest.raises(ValueError, match=r"valued paths|no token"):
+        ValuedPaths.from_json(f'{{"paths": [[0]], "values": [0.5], "taus": [{row}]}}')
+
+
 def test_sizes_that_were_not_tried_have_no_replayed_tau() -> None:
     assert replayed_tau(ValuedPaths((), ()), 8, temperature=0.0, lookup=True) is None
 

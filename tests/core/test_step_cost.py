@@ -1,0 +1,121 @@
+"""Step times by turns: what is slow for a while changes no ratio; time goes where choices hang."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from specdeft.attention import KernelChoice
+from specdeft.engine import Engine
+from specdeft.model import TargetModel
+from specdeft.step_cost import (
+    BUDGET_S,
+    FIRST_ROUNDS,
+    LEAST_ROUNDS,
+    MOST_ROUNDS,
+    Place,
+    contenders,
+    isotonic,
+    measure_step_ms,
+    relative_medians,
+)
+from specdeft.trees.token_tree import TokenTree
+from tests.core.tiny import tiny_model
+
+SIZES = (1, 2, 4, 8, 16)
+TREES = {size: TokenTree.chain(0).with_lookup(size - 1) for size in SIZES[1:]}
+TREES[1] = TokenTree.chain(0)
+
+
+class Clocked:
+    """An engine whose forwards take what a function of rows and of the time so far says."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int, float], float]
+    ) -> None:
+        model = tiny_model()
+        self.now, self.rows = 0.0, Counter[int]()
+        forward_of = type(model).forward
+
+        def charged(this: Any, *args: Any, **kwargs: Any) -> Any:
+            num_rows = kwargs["input_ids"].shape[1]
+            self.rows[num_rows] += 1
+            self.now += seconds(num_rows, self.now)
+            return forward_of(this, *args, **kwargs)
+
+        monkeypatch.setattr(type(model), "forward", charged)
+        self.engine = Engine(TargetModel(model), None, KernelChoice.CPU)
+
+    def measure(self, **settings: Any) -> dict[int, float]:
+        place = Place(64)
+        return measure_step_ms(self.engine, TREES, lambda: self.now, place, **settings)
+
+
+def test_a_machine_that_slows_down_changes_no_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three times as slow from the fourth round on, and every eighth forward stalls."""
+    true_ms = {1: 10.0, 2: 11.0, 4: 12.0, 8: 16.0, 16: 30.0}
+    calls = [0]
+
+    def seconds(num_rows: int, now: float) -> float:
+        calls[0] += 1
+        stall = 0.05 if calls[0] % 8 == 0 else 0.0
+        return true_ms.get(num_rows, 1.0) * (1e-3 if now < 0.4 else 3e-3) + stall
+
+    measured = Clocked(monkeypatch, seconds).measure()
+    for size in SIZES:
+        assert measured[size] / measured[1] == pytest.approx(true_ms[size] / 10.0, rel=0.03)
+
+
+def test_sizes_that_cannot_win_are_timed_a_few_times_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocked = Clocked(monkeypatch, lambda num_rows, _now: 0.01 + 0.001 * num_rows)
+    taus = {1: 1.0, 2: 1.5, 4: 2.2, 8: 2.8, 16: 2.9}  # by time 91, 125, 157, 156, 112
+    measured = clocked.measure(expected=[taus])
+    assert clocked.rows[4] == clocked.rows[8] == clocked.rows[1] == 1 + MOST_ROUNDS
+    assert clocked.rows[2] == clocked.rows[16] == 1 + FIRST_ROUNDS
+    assert measured == pytest.approx({size: 10.0 + size for size in SIZES})
+
+
+def test_the_time_is_bounded_and_a_slow_step_is_still_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clocked = Clocked(monkeypatch, lambda num_rows, _now: 0.01 * num_rows)
+    clocked.measure()
+    assert BUDGET_S <= clocked.now < BUDGET_S + 3 * 0.01 * sum(SIZES) + 0.01 * 64
+    slow = Clocked(monkeypatch, lambda num_rows, _now: 1.0 * num_rows)
+    slow.measure()
+    assert all(slow.rows[size] == 1 + LEAST_ROUNDS for size in SIZES)
+
+
+def test_contenders() -> None:
+    step_ms = {1: 10.0, 8: 15.0, 16: 20.0, 64: 90.0}
+    long, short = {1: 1.0, 8: 2.4, 16: 3.3, 64: 4.5}, {1: 1.0, 8: 1.6, 16: 1.7, 64: 1.8}
+    assert contenders(step_ms, [long]) == [1, 8, 16]
+    assert contenders(step_ms, [short]) == [1, 8]
+    assert contenders(step_ms, [short, long]) == [1, 8, 16]
+    assert contenders(step_ms, [dict.fromkeys(step_ms, 1.0)]) == [1]
+    assert contenders(step_ms, []) == [1, 8, 16, 64]
+
+
+def test_relative_medians_compare_within_a_round() -> None:
+    rounds = [{1: 10.0, 4: 15.0}, {1: 30.0, 4: 45.0}, {1: 10.0, 4: 15.0}, {1: 12.0, 4: 60.0}]
+    assert relative_medians(rounds) == pytest.approx({1: 11.0, 4: 16.5})
+    assert relative_medians([*rounds, {1: 11.0}]) == pytest.approx({1: 11.0, 4: 16.5})
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_isotonic_is_the_nearest_rising_sequence(seed: int) -> None:
+    torch.manual_seed(seed)
+    values, weights = torch.randn(6).tolist(), (0.5 + torch.rand(6)).tolist()
+    best = isotonic(values, weights)
+    assert best == sorted(best)
+
+    def distance(other: list[float]) -> float:
+        terms = zip(weights, values, other, strict=True)
+        return sum((w * (a - b) ** 2 for w, a, b in terms), start=0.0)
+
+    for _ in range(200):
+        other = sorted((torch.tensor(best) + 0.2 * torch.randn(6)).tolist())
+        assert distance(best) <= distance(other) + 1e-6
+    assert isotonic([1.0, 5.0, 2.0], [1, 1, 9]) == pytest.approx([1.0, 2.3, 2.3])
