@@ -5,13 +5,16 @@ deterministic functions of the target's hidden states, so one forward over the f
 batched draft name the rank of every kept token, whatever way the steps were run.
 """
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn.functional import linear
 
 from specdeft.bench.metrics import Run
 from specdeft.bench.workbench import Workbench
+from specdeft.heads.eight_bit import EightBitProducts, Product
 
 # A lookup guessed the token, or rounding moved it out of the heads' first ranks.
 UNKNOWN = -1
@@ -41,6 +44,7 @@ def kept_ranks(
         model.get_input_embeddings(),
         model.get_output_embeddings(),
         top_k,
+        _product(bench),
     ).tolist()
     return tuple(
         tuple(
@@ -51,6 +55,15 @@ def kept_ranks(
         )
         for step, (root, accepted) in enumerate(zip(roots_at, steps, strict=True))
     )
+
+
+def _product(bench: Workbench) -> Product:
+    """As the steps drafted, but for all of them at once."""
+    heads = bench.heads
+    rounds = bench.model.device.type == "cpu" and not bench.compile
+    if heads is None or not heads.config.sequential or not rounds:
+        return linear
+    return EightBitProducts(most_rows=sys.maxsize)
 
 
 def _rank(ranked: Sequence[int], token: int) -> int:

@@ -56,13 +56,16 @@ class EightBitProducts:
     """`linear` with weights that stay as they are while they are drafted with: each is rounded when
     it is first seen, and anew when it was written to since."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_rows: int = MOST_ROWS) -> None:
+        """`most_rows`: of x; products of more are exact."""
+        self._most_rows = most_rows
         self._known: dict[tuple[int, torch.Size], _Known] = {}
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
         """x [..., K] @ weight [O, K].T + bias [O] in the dtype of x; exact where 8 bits are not
         worth it."""
-        if not is_worth_it(x, weight):
+        num_rows = x.numel() // x.shape[-1]
+        if num_rows > self._most_rows or not is_readable(x, weight):
             return linear(x, weight, bias)
         out = self._rounded(weight).product(x).to(x.dtype)
         return out if bias is None else out + bias
@@ -84,11 +87,6 @@ class _Known(NamedTuple):
     rounded: EightBitWeight
 
 
-def is_worth_it(x: Tensor, weight: Tensor) -> bool:
-    """Whether the product of these is quicker in 8 bits, and can be had."""
-    num_columns = weight.shape[1]
-    return (
-        x.device.type == "cpu"
-        and num_columns % _COLUMNS_MULTIPLE == 0
-        and x.numel() <= MOST_ROWS * num_columns
-    )
+def is_readable(x: Tensor, weight: Tensor) -> bool:
+    """Whether torch's kernel can read these."""
+    return x.device.type == "cpu" and weight.shape[1] % _COLUMNS_MULTIPLE == 0

@@ -181,7 +181,7 @@ class MedusaHeads(nn.Module):
             x = x + silu(torch.baddbmm(bias.unsqueeze(1), x, weight.mT))
         return x if self.projection is None else torch.bmm(x, self.projection.mT)
 
-    def states_along(self, hidden: Tensor, embeddings: Tensor) -> Tensor:
+    def states_along(self, hidden: Tensor, embeddings: Tensor, product: Product = linear) -> Tensor:
         """[K,B,H] as `states`, along a known text: hidden [B,H], embeddings [K,B,H] of the token
         before each head's guess (the root, then the tokens that heads 0 .. K-2 had to guess).
         Parallel heads read the root's alone."""
@@ -189,8 +189,8 @@ class MedusaHeads(nn.Module):
             return self.states(hidden, embeddings[0] if self.config.token_input else None)
         x, states = hidden, []
         for head, embedding in enumerate(embeddings):
-            x = self._advance(head, x, embedding)
-            states.append(self._projected(head, x))
+            x = self._advance(head, x, embedding, product)
+            states.append(self._projected(head, x, product))
         return torch.stack(states)
 
     def _advance(
@@ -226,7 +226,10 @@ class MedusaHeads(nn.Module):
         """Logits [K,B,V] (over a draft vocabulary [K,B,R], columns in the order of `draft_ids`) of
         states [K,B,H]."""
         if self.output_weight is not None:
-            return torch.bmm(states, self.output_weight.mT)
+            if product is linear:
+                return torch.bmm(states, self.output_weight.mT)
+            each = zip(states, self.output_weight, strict=True)
+            return torch.stack([product(x, weight) for x, weight in each])
         if self.draft_ids is None:
             return cast(Tensor, output_layer(states))
         bias = getattr(output_layer, "bias", None)
@@ -258,12 +261,18 @@ class MedusaHeads(nn.Module):
 
     @torch.no_grad()
     def draft_along(
-        self, hidden: Tensor, tokens: Tensor, embed: nn.Module, output_layer: nn.Module, top_k: int
+        self,
+        hidden: Tensor,
+        tokens: Tensor,
+        embed: nn.Module,
+        output_layer: nn.Module,
+        top_k: int,
+        product: Product = linear,
     ) -> Tensor:
         """`draft` where the text is known: tokens int64 [B,K] are the root and what heads
         0 .. K-2 had to guess, so every head guesses behind right tokens."""
-        states = self.states_along(hidden, embed(tokens).transpose(0, 1))
-        best = best_tokens(self.logits(states, output_layer), top_k).transpose(0, 1)
+        states = self.states_along(hidden, embed(tokens).transpose(0, 1), product)
+        best = best_tokens(self.logits(states, output_layer, product), top_k).transpose(0, 1)
         return best if self.draft_ids is None else self.draft_ids[best]
 
     @torch.no_grad()

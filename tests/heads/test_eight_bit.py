@@ -11,7 +11,6 @@ from specdeft.heads.eight_bit import (
     MOST_ROWS,
     EightBitProducts,
     EightBitWeight,
-    is_worth_it,
 )
 from specdeft.heads.medusa import HeadsConfig, MedusaHeads
 from specdeft.trees.draft_plan import draft_plan
@@ -68,8 +67,9 @@ def test_many_rows_are_multiplied_exactly() -> None:
     weight = torch.randn(9, 64)
     for num_rows, rounded in ((MOST_ROWS, True), (MOST_ROWS + 1, False)):
         x = torch.randn(num_rows, 64)
-        assert is_worth_it(x, weight) is rounded
         assert torch.equal(EightBitProducts()(x, weight), linear(x, weight)) is not rounded
+        assert not torch.equal(EightBitProducts(num_rows)(x, weight), linear(x, weight))
+        assert torch.equal(EightBitProducts(num_rows - 1)(x, weight), linear(x, weight))
 
 
 def test_a_part_of_a_weight_and_rows_that_do_not_follow_one_another() -> None:
