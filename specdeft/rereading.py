@@ -27,8 +27,8 @@ from specdeft.trees.token_tree import TokenTree
 ROUNDING_ULP = 1.0
 # Of the noise: were it normal, one honest choice in 3.5 million would lie further off.
 DEVIATIONS = 5.0
-# Of the end of plain decoding's text (and its prompt, where that is shorter).
-CONTROL_TOKENS = 64
+# Plain decoding's whole text is read twice; where it is shorter, the end of its prompt as well.
+LEAST_CONTROL_TOKENS = 64
 
 
 class Reading(NamedTuple):
@@ -113,7 +113,7 @@ class Rereader:
         of plain decoding's text to the other, over the half of its tokens with the smallest gaps:
         where these are large nothing can swap."""
         tokens = (*prompt_ids, *plain_ids)
-        count = min(CONTROL_TOKENS, len(tokens) - 1)
+        count = min(max(len(plain_ids), LEAST_CONTROL_TOKENS), len(tokens) - 1)
         key = tokens, len(prompt_ids), sequence
         if key not in self._noise_ulp:
             few, many = (

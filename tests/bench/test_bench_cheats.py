@@ -23,10 +23,10 @@ from tests.bench.test_bench_commands import tiny_bench
 TREE = "chain-2"
 
 
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Workbench:
+@pytest.fixture(params=[torch.float32])
+def bench(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Workbench:
     """A clock that work moves: a forward takes 10 ms and a look at the clock 1 us."""
-    known, now = tiny_bench(), [0.0]
+    known, now = tiny_bench(request.param), [0.0]
 
     def clock() -> float:
         now[0] += 1e-6
@@ -67,6 +67,10 @@ def assert_caught(code: int, row: dict[str, Any]) -> None:
     assert not {"tpot_ms", "median_tokens_per_second", "speedup_over_plain"} & set(row)
 
 
+in_both = pytest.mark.parametrize("bench", [torch.float32, torch.bfloat16], indirect=True)
+
+
+@in_both
 def test_an_honest_decoder_is_believed(run):
     code, row = run()
     assert code == 0
@@ -76,6 +80,7 @@ def test_an_honest_decoder_is_believed(run):
     assert row["speedup_over_plain"]["median"] >= 0.99
 
 
+@in_both
 def test_one_that_skips_verification(run, monkeypatch):
     honest = accept_module.accept
 

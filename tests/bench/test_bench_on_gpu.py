@@ -29,6 +29,16 @@ def test_latency_with_planned_drafts(capsys, tmp_path):
     assert min(rows["deft-32"]["phases_ms"].values()) > 0
 
 
+def test_no_capture_is_taken_for_a_step(capsys):
+    """A text that grows into another context bucket: its graph is captured before it is timed."""
+    arguments = ["latency", *MODEL, "--trees", "deft-32", "--input-len", "1000", "--lossy"]
+    arguments += ["--output-len", "60", "--dtype", "float32", "-r", "3", "--baselines", "none"]
+    cli.main([*arguments, "--output", "json"])
+    for row in json.loads(capsys.readouterr().out)["rows"]:
+        step_ms = row["itl_ms"]["median"]
+        assert sum(row["phases_ms"].values()) < 2 * step_ms
+
+
 def test_acceptance(capsys):
     arguments = ["acceptance", *MODEL, "--trees", "deft-32", "--input-len", "30"]
     arguments += ["--output-len", "60", "--dtype", "bfloat16", "--output", "json"]

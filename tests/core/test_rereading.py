@@ -8,7 +8,7 @@ import torch
 from specdeft.config import GenerationConfig
 from specdeft.decoder import SpecDecoder
 from specdeft.identity import compare
-from specdeft.rereading import CONTROL_TOKENS, Rereader, at_once, one_by_one
+from specdeft.rereading import LEAST_CONTROL_TOKENS, Rereader, at_once, one_by_one
 from specdeft.sampling import restrict
 from specdeft.sampling_edges import edges
 from tests.core.tiny import VOCAB_SIZE, ByteTokenizer, prompt_ids, tiny_model
@@ -167,12 +167,24 @@ def test_near_ties_by_hand(
     assert (report.noise_ulp is None) == (many[-1] <= 1.0)
 
 
-def test_the_control_is_the_end_of_the_plain_text_and_measured_once(
-    decoder: SpecDecoder, monkeypatch: Any
+@pytest.mark.parametrize(
+    ("num_prompt", "num_plain", "expected"),
+    [
+        (6, 100, (105, 100)),  # the whole text
+        (90, 10, (99, LEAST_CONTROL_TOKENS)),  # and of its prompt, where that is short
+        (6, 1, (6, 6)),  # as far as there is one
+    ],
+)
+def test_the_control_is_plain_decodings_text_and_measured_once(
+    decoder: SpecDecoder,
+    num_prompt: int,
+    num_plain: int,
+    expected: tuple[int, int],
+    monkeypatch: Any,
 ) -> None:
     asked: list[tuple[int, int]] = []
 
-    def read(engine: Any, tokens: Any, num_last: int) -> torch.Tensor:
+    def read(_engine: Any, tokens: Any, num_last: int) -> torch.Tensor:
         asked.append((len(tokens), num_last))
         return by_hand([9.0] * num_last)
 
@@ -180,10 +192,8 @@ def test_the_control_is_the_end_of_the_plain_text_and_measured_once(
     monkeypatch.setattr("specdeft.rereading.at_once", read)
     rereader = Rereader(decoder.engine, CONFIG)
     for _ in range(2):
-        assert rereader.noise_ulp(PROMPT, (3,) * 100) == 0.0
-    assert asked == [(105, CONTROL_TOKENS)] * 2
-    assert rereader.noise_ulp(PROMPT, (3,)) == 0.0
-    assert asked[2:] == [(6, 6)] * 2
+        assert rereader.noise_ulp((1,) * num_prompt, (3,) * num_plain) == 0.0
+    assert asked == [expected] * 2
 
 
 # ---- edges of top-k and top-p: four tokens of 0.4, 0.3, 0.2, 0.1
