@@ -41,13 +41,13 @@ from specdeft.heads.self_generate import GenerationPlan, self_generate
 from specdeft.heads.target import Target, chat_turn, load_target
 from specdeft.heads.train import (
     RECORD_NAME,
-    Shape,
     data_report,
     environment,
     new_heads,
     shipped,
     train_heads,
 )
+from specdeft.heads.train_options import Shape
 from specdeft.heads.trainer import FeatureSource, TrainConfig
 from specdeft.trees.options import Options
 from specdeft.trees.search import ValuedPaths, best_tree

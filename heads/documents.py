@@ -98,7 +98,10 @@ class Documents:
             {tokens.dtype, offsets.dtype} <= {torch.int32, torch.int64}
             and tokens.dim() == offsets.dim() == 1
             and tokens.shape == learn.shape
+            and learn.dtype in (torch.bool, torch.uint8)
             and temperature.shape == (len(offsets) - 1,)
+            and temperature.dtype == torch.float32
+            and bool((temperature >= 0).all() and temperature.isfinite().all())
             and int(offsets[0]) == 0
             and int(offsets[-1]) == len(tokens)
             and bool((offsets.diff() >= 0).all())

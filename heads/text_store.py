@@ -32,7 +32,7 @@ class TextStore:
         if not (resume and path.is_file()):
             store.remove()
             write_text_atomic(path, content)
-        elif path.read_text(encoding="utf-8") != content:
+        elif path.read_bytes() != content.encode():
             raise ValueError(
                 f"{folder} holds texts of another model or plan: repeat that command, or leave out "
                 "--resume to write them anew."
@@ -45,11 +45,21 @@ class TextStore:
 
     def add(self, documents: Documents) -> None:
         """Keep the next wave; it is on the disk, whole, when this returns."""
-        documents.save(self.folder / f"wave-{len(self._paths()):05d}.safetensors")
+        documents.save(self._path(len(self._paths())))
 
     def remove(self) -> None:
         """Delete the folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _paths(self) -> list[Path]:
-        return sorted(self.folder.glob("wave-*.safetensors"))
+        found = sorted(self.folder.glob("wave-*.safetensors"))
+        for number, path in enumerate(found):
+            if path != self._path(number):
+                raise ValueError(
+                    f"{self.folder} lacks {self._path(number).name}, which {path.name} follows "
+                    "from: leave out --resume to write the texts anew."
+                )
+        return found
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"wave-{number:05d}.safetensors"

@@ -17,7 +17,7 @@ import json
 import platform
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,34 +29,26 @@ from specdeft.heads.calibration import calibrate
 from specdeft.heads.checkpoint import save_heads, write_json
 from specdeft.heads.documents import Documents, join, read_jsonl
 from specdeft.heads.features import Features, extract
-from specdeft.heads.joint import JointConfig, check_available, train_jointly
+from specdeft.heads.joint import JointConfig, train_jointly
 from specdeft.heads.medusa import HeadsConfig, MedusaHeads
 from specdeft.heads.parallel import ALONE, Processes, processes
 from specdeft.heads.self_generate import GenerationPlan, self_generate
-from specdeft.heads.sharding import check_processes, load_sharded
+from specdeft.heads.sharding import load_sharded
 from specdeft.heads.target import Target, load_target
 from specdeft.heads.text_store import TextStore
+from specdeft.heads.train_options import (
+    DOCUMENTS_NAME,
+    RUN_NAME,
+    Shape,
+    as_config,
+    check_run,
+    parse,
+)
 from specdeft.heads.trainer import FeatureSource, TrainConfig, Trainer, frequent_ids
 from specdeft.trees.atomic import remove_temporaries
-from specdeft.trees.options import HelpFormatter, Options
 
 RECORD_NAME = "training_record.json"
-RUN_NAME = "run.json"
 TARGET_NAME = "target"  # with --joint: the target that the heads belong to
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The choices of a HeadsConfig that the target does not fix."""
-
-    num_heads: int = 4
-    num_layers: int = 2
-    output: str = "shared"
-    token_input: bool = True
-    projection: bool = True
-    sequential: bool = False
-    draft_vocab_size: int | None = None
-    cell_size: int | None = None
 
 
 def new_heads(target: Target, shape: Shape, documents: Documents) -> tuple[MedusaHeads, float]:
@@ -150,7 +142,7 @@ def _documents(options: argparse.Namespace, target: Target, group: Processes) ->
         return join(
             [read_jsonl(path, target.tokenizer, options.max_length) for path in options.data]
         )
-    kept = options.output / "documents.safetensors"
+    kept = options.output / DOCUMENTS_NAME
     if not (options.resume and kept.is_file()):
         share = options.output / "waves" / str(group.rank)
         plan = GenerationPlan(
@@ -168,7 +160,13 @@ def _documents(options: argparse.Namespace, target: Target, group: Processes) ->
             join([wave for one in shares for wave in one.waves()]).save(kept)
             TextStore(share.parent).remove()
         group.wait()
-    return Documents.load(kept)
+    documents = Documents.load(kept)
+    if len(documents.tokens) and int(documents.tokens.max()) >= target.vocab_size:
+        raise ValueError(
+            f"{kept} holds tokens that {target.name} does not have: leave out --resume to write "
+            "texts anew"
+        )
+    return documents
 
 
 def _cell_size(options: argparse.Namespace, target: Target) -> int | None:
@@ -191,18 +189,6 @@ def _jointly(
     return target, {**asdict(config), **report}
 
 
-def _check(options: argparse.Namespace, group: Processes) -> None:
-    """What can be refused before a model is loaded."""
-    if options.cell_size and (options.parallel or options.no_token_input):
-        raise ValueError("--cell-size is for sequential heads: leave out one of the options")
-    if options.joint:
-        check_available(options.joint)
-        if group.size > 1:
-            raise ValueError("--joint trains in one process: leave out torchrun")
-    if options.shard_target:
-        check_processes(group)
-
-
 def run(
     options: argparse.Namespace,
     command: Sequence[str],
@@ -211,7 +197,7 @@ def run(
 ) -> dict[str, Any]:
     """The whole command: texts, heads, calibration, record (all but the first process: only the
     result of the training)."""
-    _check(options, group)
+    check_run(options, group)
     if group.first:
         remove_temporaries(options.output)
     name, label = folder_of(options.model), Path(options.model).name
@@ -220,7 +206,7 @@ def run(
     else:
         target = load_target(name, label=label)
     if group.first:  # not before the model is there: bad input leaves nothing behind
-        write_json(options.output / RUN_NAME, _as_config(options))
+        write_json(options.output / RUN_NAME, as_config(options))
     documents = _documents(options, target, group)
     training, held_out = documents.split(options.held_out, options.seed)
     sequential = not (options.parallel or options.no_token_input)
@@ -293,111 +279,6 @@ def _measured(
     return record
 
 
-def _parser() -> argparse.ArgumentParser:
-    shape, config = Shape(), TrainConfig()
-    parser = Options(
-        prog="specdeft train",
-        description="Train Medusa heads for a frozen Hugging Face causal language model.",
-        epilog="Examples:\n"
-        "  specdeft train --model Qwen/Qwen3-0.6B --output my-heads\n"
-        "  specdeft train --model MODEL --output my-heads --data chats.jsonl\n"
-        "  specdeft train --config my-heads/run.json --output again\n"
-        'Then: specdeft generate --model MODEL --heads my-heads "..."',
-        formatter_class=HelpFormatter,
-    )
-    add = parser.add_argument
-    add("--model", required=True, help="Hugging Face id or folder of the target")
-    add("--output", type=Path, required=True, help="folder for the heads")
-    data = parser.add_mutually_exclusive_group()
-    data.add_argument("--data", type=Path, nargs="+", help="JSON-lines files to learn from")
-    data.add_argument(
-        "--self-generate",
-        type=int,
-        default=20_000,
-        metavar="N",
-        help="texts the target writes for itself",
-    )
-    add("--wave-rows", type=int, default=256, help="texts written at once")
-    add("--max-length", type=int, default=2048, help="tokens kept of a line of --data")
-    add("--held-out", type=float, default=0.02, help="share of texts kept for measuring")
-    add("--num-heads", type=int, default=shape.num_heads, help="tokens guessed ahead")
-    add("--num-layers", type=int, default=shape.num_layers, help="residual blocks of a head")
-    add(
-        "--heads-output",
-        choices=("shared", "own", "reduced"),
-        default=shape.output,
-        help="output layer: the target's, own ones, or the target's rows of frequent tokens",
-    )
-    add("--draft-vocab-size", type=int, default=16_384, help="rows with --heads-output reduced")
-    add("--parallel", action="store_true", help="Medusa's heads: none sees another one's guess")
-    add(
-        "--cell-size",
-        type=int,
-        metavar="WIDTH",
-        help="sequential heads are one recurrent cell of so wide gated blocks (0: blocks of each "
-        "head's own; default: the hidden size times 2.5)",
-    )
-    add(
-        "--no-token-input",
-        action="store_true",
-        help="heads do not even see the token just decided (implies --parallel)",
-    )
-    add("--no-projection", action="store_true", help="no linear map before the output layer")
-    add(
-        "--loss",
-        choices=("hard", "soft"),
-        default=config.loss,
-        help="learn the tokens that came, or the target's distributions",
-    )
-    add("--learning-rate", type=float, default=config.learning_rate)
-    add("--batch-rows", type=int, default=config.batch_rows, help="positions of a step")
-    add(
-        "--accumulate",
-        type=int,
-        default=config.accumulate,
-        metavar="PARTS",
-        help="work on a step's positions in so many parts, to save memory",
-    )
-    add("--epochs", type=int, default=config.epochs)
-    add("--max-steps", type=int)
-    add("--time-limit-s", type=float, help="fit the number of steps into so many seconds")
-    add(
-        "--evaluate-every",
-        type=int,
-        default=config.evaluate_every,
-        metavar="STEPS",
-        help="measure on held-out texts",
-    )
-    add(
-        "--save-every",
-        type=int,
-        default=config.save_every,
-        metavar="STEPS",
-        help="keep what --resume goes on from",
-    )
-    add(
-        "--joint",
-        choices=("lora", "full"),
-        help="afterwards train target and heads together (Medusa-2), the target by low-rank "
-        "adapters or as a whole; the new target is written to OUTPUT/target",
-    )
-    add("--joint-steps", type=int, default=500, metavar="STEPS")
-    add(
-        "--shard-target",
-        action="store_true",
-        help="under torchrun: each process holds a part of the target's layers (FSDP), for models "
-        "that one device does not hold",
-    )
-    add("--seed", type=int, default=config.seed)
-    add("--resume", action="store_true", help="go on from the state in --output")
-    add(
-        "--config",
-        type=Path,
-        help="JSON object with any of these options (dashes as _), such as the run.json of a run",
-    )
-    return parser
-
-
 def main(arguments: Sequence[str] | None = None, folder_of: Callable[[str], str] = str) -> int:
     """Entry of `specdeft train`: 0 on success, 2 with one sentence on bad input.
 
@@ -405,52 +286,15 @@ def main(arguments: Sequence[str] | None = None, folder_of: Callable[[str], str]
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        options = _parse(arguments)
+        options = parse(arguments)
         with processes() as group:
             record = run(options, ["specdeft", "train", *arguments], folder_of, group)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.stderr.write(f"specdeft train: {error}\n")
         return 2
     if group.first:
         sys.stdout.write(json.dumps(record["result"]) + "\n")
     return 0
-
-
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The options, with those of a --config file as defaults."""
-    parser = _parser()
-    only_config = Options(add_help=False, allow_abbrev=False)
-    only_config.add_argument("--config", type=Path)
-    path = only_config.parse_known_args(arguments)[0].config
-    if path is not None:
-        given = _read_config(path, known={action.dest for action in parser._actions})
-        if "data" in given:  # defaults of several values are not converted by argparse
-            given["data"] = None if given["data"] is None else [Path(x) for x in given["data"]]
-        for action in parser._actions:
-            action.required = action.required and action.dest not in given
-        parser.set_defaults(**given)
-    return parser.parse_args(arguments)
-
-
-def _read_config(path: Path, known: set[str]) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"--config {path} is no JSON file ({error})") from error
-    if not isinstance(content, dict) or (unknown := sorted(set(content) - known)):
-        what = "is not a JSON object" if not isinstance(content, dict) else f"has {unknown}"
-        raise ValueError(f"--config {path} {what}: give an object with options of `train` as names")
-    return content
-
-
-def _as_config(options: argparse.Namespace) -> dict[str, Any]:
-    """What --config reads; where to write and whether to go on are the next run's own affair."""
-    left_out = ("config", "output", "resume")
-    return {
-        name: [str(x) for x in value] if isinstance(value, list) else value
-        for name, value in sorted(vars(options).items())
-        if name not in left_out
-    }
 
 
 if __name__ == "__main__":

@@ -31,9 +31,8 @@ from specdeft.heads.features import IGNORED, Features, extract, tokens_before
 from specdeft.heads.loss import HeadLosses, frozen_output_loss, head_weights, own_output_loss
 from specdeft.heads.medusa import MedusaHeads
 from specdeft.heads.parallel import ALONE, Processes
-from specdeft.trees.atomic import write_atomic
+from specdeft.heads.training_state import STATE_NAME, TrainingState, fingerprint, read_state
 
-STATE_NAME = "training_state.pt"
 # A time limit is turned into a number of steps from the speed up to the first of these steps, and
 # again from that between the two: before the first kernels are still compiled and tuned.
 _WARM_STEPS, _MEASURED_STEPS = 20, 100
@@ -249,6 +248,7 @@ class Trainer:
     skipped: int = 0
     num_steps: int = 0
     last: dict[str, Any] = field(default_factory=dict)
+    _texts: str = ""
     _marks: tuple[int, float, float] = (0, 0.0, 0.0)  # a step, its time, the run's beginning
 
     def run(self, *, resume: bool = False) -> dict[str, Any]:
@@ -390,54 +390,44 @@ class Trainer:
         with (self.folder / LOG_NAME).open("a", encoding="utf-8") as log:
             log.write(json.dumps(entry) + "\n")
 
+    def _origin(self) -> dict[str, Any]:
+        """What a state to resume from belongs to, beside the configuration."""
+        if not self._texts:
+            self._texts = fingerprint(self.source.documents)
+        return {"heads": asdict(self.heads.config), "texts": self._texts}
+
     def _save(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         if not self.group.first:
             return
-        state = {
-            "step": step,
-            "num_steps": self.num_steps,
-            "skipped": self.skipped,
-            "config": asdict(self.config),
-            "heads": self.heads.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "last": self.last,
-            "log_bytes": (self.folder / LOG_NAME).stat().st_size,
-        }
-        write_atomic(self.folder / STATE_NAME, lambda temporary: torch.save(state, temporary))
+        TrainingState(
+            step=step,
+            num_steps=self.num_steps,
+            skipped=self.skipped,
+            log_bytes=(self.folder / LOG_NAME).stat().st_size,
+            config=asdict(self.config),
+            origin=self._origin(),
+            last=self.last,
+            heads=self.heads.state_dict(),
+            optimizer=optimizer.state_dict(),
+        ).save(self.folder)
 
     def _resume(self, optimizer: torch.optim.Optimizer) -> int:
-        path = self.folder / STATE_NAME
-        if not path.is_file():
+        path, log = self.folder / STATE_NAME, self.folder / LOG_NAME
+        if not path.exists():
             return 0
-        state = _read_state(path, self.heads.block_bias.device)
-        if state["config"] != asdict(self.config):
-            raise ValueError(
-                f"{path} is from a run with another configuration: repeat that command, or delete "
-                "the file to start anew."
-            )
-        self.heads.load_state_dict(state["heads"], strict=True)
-        optimizer.load_state_dict(state["optimizer"])
-        self.num_steps, self.skipped = state["num_steps"], state["skipped"]
-        self.last = state["last"]
+        log_bytes = log.stat().st_size if log.is_file() else 0
+        state = read_state(
+            path, asdict(self.config), self._origin(), self.heads, optimizer, log_bytes
+        )
+        self.group.wait()  # the log is as it was until all have read its length
+        self.heads.load_state_dict(state.heads, strict=True)
+        optimizer.load_state_dict(state.optimizer)
+        self.num_steps, self.skipped, self.last = state.num_steps, state.skipped, state.last
         # What was logged after the state was saved is about to be logged again.
         if self.group.first:
-            with (self.folder / LOG_NAME).open("rb+") as log:
-                log.truncate(state["log_bytes"])
-        return int(state["step"])
-
-
-def _read_state(path: Path, device: torch.device) -> dict[str, Any]:
-    """What `_save` wrote."""
-    try:
-        state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
-        missing = {"config", "heads", "optimizer", "step", "log_bytes"} - set(state)
-    except Exception as error:  # the reader of damaged archives raises of every kind
-        raise ValueError(
-            f"{path} is no whole training state: delete the file to start anew."
-        ) from error
-    if missing:
-        raise ValueError(f"{path} lacks {sorted(missing)}: delete the file to start anew.")
-    return state
+            with log.open("rb+") as file:
+                file.truncate(state.log_bytes)
+        return state.step
 
 
 def evaluate(model: Any, heads: MedusaHeads, held_out: Features) -> dict[str, Any]:

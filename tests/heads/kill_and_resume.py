@@ -1,10 +1,13 @@
 """Kill `specdeft train` with SIGKILL at random moments and go on: the same files must come out.
 
-    python tests/heads/kill_and_resume.py --kills 20
+    python tests/heads/kill_and_resume.py --model TINY --kills 20
+    python tests/heads/kill_and_resume.py --model TINY --processes 2 --shard-target
 
 One run is left alone; then, for each phase (the target writes its texts; the heads are trained), a
 run is killed once at a random moment, resumed to its end and compared byte for byte with the first.
-Processes are forked from this one after the imports, so that a trial takes a second or two.
+Processes are forked from this one after the imports, so that a trial takes a second or two; several
+of them find each other as torchrun's do. Of those, all are killed or only one: then the others have
+to end by themselves.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import argparse
 import os
 import random
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -20,6 +24,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import load_file
@@ -31,11 +36,13 @@ PHASES = ("writing", "training")
 # The record and the optimizer's file hold times or are compared by what follows from them.
 NOT_COMPARED = {"training_record.json", "training_state.pt"}
 POLL_S = 0.002
+PATIENCE_S = 60.0  # for processes that have lost one of theirs to notice
 
 
-def command(model: Path, output: Path) -> list[str]:
+def command(model: Path, output: Path, extra: Sequence[str]) -> list[str]:
     """A run of some seconds with many waves and many saved states."""
     return [
+        *extra,
         *("--model", str(model), "--output", str(output), "--self-generate", "64"),
         *("--wave-rows", "12", "--num-heads", "2", "--num-layers", "1", "--held-out", "0.1"),
         *("--batch-rows", "128", "--max-steps", "150", "--save-every", "7", "--seed", "5"),
@@ -43,47 +50,89 @@ def command(model: Path, output: Path) -> list[str]:
     ]
 
 
-def start(arguments: Sequence[str]) -> int:
-    """The id of a forked process that trains and then ends."""
-    process = os.fork()
-    if process == 0:
-        quiet = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(quiet, 1)
-        os.dup2(quiet, 2)
-        os._exit(train(arguments))
-    return process
+def start(arguments: Sequence[str], count: int) -> list[int]:
+    """The ids of `count` forked processes that train together and then end."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    processes = []
+    for rank in range(count):
+        process = os.fork()
+        if process == 0:
+            status = 1  # an exception, too, must not leave this block: the parent's files are below
+            try:
+                quiet = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(quiet, 1)
+                os.dup2(quiet, 2)
+                if count > 1:
+                    names = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+                    values = (str(rank), str(rank), str(count), "127.0.0.1", port)
+                    os.environ.update(zip(names, values, strict=True))
+                status = train(arguments)
+            finally:
+                os._exit(status)
+        processes.append(process)
+    return processes
 
 
-def finish(process: int) -> None:
+def finish(processes: Sequence[int]) -> None:
     """Wait for a run that nobody kills."""
-    status = os.waitpid(process, 0)[1]
-    if status != 0:
-        raise SystemExit(f"a run that was left alone ended with status {status}")
+    for process in processes:
+        status = os.waitpid(process, 0)[1]
+        if status != 0:
+            raise SystemExit(f"a run that was left alone ended with status {status}")
 
 
-def timed_run(model: Path, output: Path) -> dict[str, float]:
-    """Seconds of each phase of a run that nobody kills."""
-    began, process = time.monotonic(), start(command(model, output))
-    while not (output / "documents.safetensors").is_file():
+def kill(processes: Sequence[int], only: int | None) -> None:
+    """SIGKILL to all, or to the one of this number: then the others end by themselves in time."""
+    chosen = processes if only is None else [processes[only]]
+    for process in chosen:
+        os.kill(process, signal.SIGKILL)
+    deadline = time.monotonic() + PATIENCE_S
+    waiting = set(processes)
+    while waiting and time.monotonic() < deadline:
+        waiting -= {process for process in waiting if os.waitpid(process, os.WNOHANG)[0]}
         time.sleep(POLL_S)
-    written = time.monotonic()
-    finish(process)
-    return {"writing": written - began, "training": time.monotonic() - written}
+    for process in waiting:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+    if waiting:
+        raise SystemExit("a process that had lost another one did not end")
 
 
-def killed_run(model: Path, output: Path, phase: str, delay_s: float) -> str:
-    """Kill a run so long after a phase began, resume it; says where it was killed."""
-    process = start(command(model, output))
-    while phase == "training" and not (output / "documents.safetensors").is_file():
-        time.sleep(POLL_S)
-    time.sleep(delay_s)
-    os.kill(process, signal.SIGKILL)
-    os.waitpid(process, 0)
-    waves = len(list((output / "waves").rglob("wave-*")))
-    state = output / "training_state.pt"
-    step = torch.load(state, weights_only=True)["step"] if state.is_file() else 0
-    finish(start([*command(model, output), "--resume"]))
-    return f"{phase} after {delay_s:.3f} s: {waves} waves and {step} steps were on disk"
+class Trials(NamedTuple):
+    """What is run again and again, by how many processes."""
+
+    model: Path
+    processes: int
+    extra: Sequence[str]
+
+    def start(self, output: Path, *more: str) -> list[int]:
+        """The ids of the processes of a run."""
+        return start([*command(self.model, output, self.extra), *more], self.processes)
+
+    def timed_run(self, output: Path) -> dict[str, float]:
+        """Seconds of each phase of a run that nobody kills."""
+        began, processes = time.monotonic(), self.start(output)
+        while not (output / "documents.safetensors").is_file():
+            time.sleep(POLL_S)
+        written = time.monotonic()
+        finish(processes)
+        return {"writing": written - began, "training": time.monotonic() - written}
+
+    def killed_run(self, output: Path, phase: str, delay_s: float, only: int | None) -> str:
+        """Kill a run so long after a phase began, resume it; says where it was killed."""
+        processes = self.start(output)
+        while phase == "training" and not (output / "documents.safetensors").is_file():
+            time.sleep(POLL_S)
+        time.sleep(delay_s)
+        kill(processes, only)
+        waves = len(list((output / "waves").rglob("wave-*")))
+        state = output / "training_state.pt"
+        step = torch.load(state, weights_only=True)["step"] if state.is_file() else 0
+        finish(self.start(output, "--resume"))
+        who = "all" if only is None else f"process {only}"
+        return f"{phase}, {who} after {delay_s:.3f} s: {waves} waves, {step} steps on disk"
 
 
 def differences(one: Path, other: Path) -> list[str]:
@@ -109,6 +158,8 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20, help="of each phase")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=PHASES)
+    parser.add_argument("--processes", type=int, default=1, help="that train together")
+    parser.add_argument("--shard-target", action="store_true", help="each holds a part of it")
     options = parser.parse_args()
     rng = random.Random(options.seed)
     # Threads of torch do not survive a fork; what is imported here is imported once.
@@ -118,12 +169,15 @@ def main() -> int:
         import_module("matplotlib.backends.backend_agg")
     with tempfile.TemporaryDirectory() as name:
         folder, wrong = Path(name), 0
-        seconds = timed_run(options.model, folder / "whole")
+        extra = ["--shard-target"] if options.shard_target else []
+        trials = Trials(options.model, options.processes, extra)
+        seconds = trials.timed_run(folder / "whole")
         for phase in options.phases:
             for number in range(options.kills):
                 output = folder / f"{phase}{number}"
                 delay_s = rng.uniform(0, seconds[phase])
-                where = killed_run(options.model, output, phase, delay_s)
+                only = rng.choice([None, rng.randrange(options.processes)])
+                where = trials.killed_run(output, phase, delay_s, only)
                 bad = differences(folder / "whole", output)
                 wrong += bool(bad)
                 sys.stdout.write(f"{where}: {'differs in ' + str(bad) if bad else 'the same'}\n")

@@ -15,7 +15,8 @@ from specdeft.heads.documents import Documents, from_lists
 from specdeft.heads.features import IGNORED, extract
 from specdeft.heads.medusa import HeadsConfig, MedusaHeads
 from specdeft.heads.target import Target
-from specdeft.heads.train import Shape, new_heads
+from specdeft.heads.train import new_heads
+from specdeft.heads.train_options import Shape
 from specdeft.heads.trainer import (
     STATE_NAME,
     FeatureSource,
