@@ -71,10 +71,14 @@ class PlannedHeads(nn.Module):
         self, hidden: Tensor, root: Tensor, embed: nn.Module, output_layer: nn.Module, top_k: int
     ) -> Tensor:
         """Token ids [1, K, top_k] int64, as `MedusaHeads.draft`."""
-        if self._real is not None and self._real.config.sequential:
-            self._real.draft_tree(hidden, root, embed, output_layer, self._levels)
-        elif self._real is not None:
-            self._real.draft(hidden, root, embed, output_layer, top_k)
+        nothing: Tensor | int = 0
+        if self._real is not None:
+            if self._real.config.sequential:
+                real = self._real.draft_tree(hidden, root, embed, output_layer, self._levels)
+            else:
+                real = self._real.draft(hidden, root, embed, output_layer, top_k)
+            # No token is below 0, which a compiler does not know: what is not used it leaves out.
+            nothing = (real.amin() < 0).to(torch.int64)
         # Indexing with a tensor of no dimension would read it on the host.
         length = self._lengths.index_select(0, (self._step % self._num_lengths)[None])[0]
         length = length.clamp(max=len(self._level))
@@ -85,7 +89,7 @@ class PlannedHeads(nn.Module):
         tokens = (right[:, None] + other) % self._vocab_size
         on_path = self._path[:, None] == torch.arange(top_k, device=right.device)
         wanted = (self._level < length)[:, None] & on_path
-        tokens = torch.where(wanted, right[:, None], tokens)
+        tokens = torch.where(wanted, right[:, None], tokens) + nothing
         self._step += 1
         self._root_at += 1 + length
         return tokens[None]

@@ -191,8 +191,9 @@ def measure_phases(
 
     prompt = list(prompt_ids)
     first = decoder(tree_request(tree))
-    # Warm, and "auto" resolved, before anything is timed.
-    first.generate(prompt, config=GenerationConfig(max_new_tokens=_WARM_UP_TOKENS))
+    # Warm, and "auto" resolved, before anything is timed; on a GPU all graphs of the text captured.
+    warm_up = GenerationConfig(max_new_tokens=_WARM_UP_TOKENS)
+    first.generate(prompt, config=config if first.engine.cuda_graphs else warm_up)
     if not first.engine.cuda_graphs:
         watch = _ClockWatch(_waiting_clock(bench, first.device))
         with _watched(watch):

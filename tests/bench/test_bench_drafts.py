@@ -4,6 +4,8 @@ import json
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 from specdeft.bench.analytic import kv_read_bytes_per_step, kv_read_ratio_vs_per_path
 from specdeft.bench.drafts import PlannedHeads, read_accept_lengths
@@ -71,3 +73,25 @@ def test_planned_drafts_are_one_graph_for_the_compiler(fields):
     for _step in range(3):
         with torch.inference_mode():
             assert torch.equal(plain.draft(*arguments), compiled(*arguments))
+
+
+@pytest.mark.parametrize("fields", [{}, {"sequential": True, "token_input": True}])
+def test_a_compiler_does_not_leave_out_the_heads_that_are_paid_for(fields):
+    """What nothing depends on is dropped from compiled graphs, and the row would be too fast."""
+    config = HeadsConfig(num_heads=2, num_layers=1, hidden_size=8, vocab_size=11, **fields)
+    planned = PlannedHeads(TokenTree.full([3, 2]), 11, torch.device("cpu"), 20, MedusaHeads(config))
+    kept = []
+
+    def compiler(graph, _inputs):
+        kept.extend(str(node.target) for node in graph.graph.nodes)
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        planned.draft, fullgraph=True, backend=aot_autograd(fw_compiler=compiler)
+    )
+    planned.plan([4, 10, 6, 7, 8], [1, 2])
+    embedding, output = torch.nn.Embedding(11, 8), torch.nn.Linear(8, 11, bias=False)
+    with torch.inference_mode():
+        compiled(torch.randn(1, 8), torch.tensor([4]), embedding, output, 3)
+    assert any("topk" in name for name in kept)

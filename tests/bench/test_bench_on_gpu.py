@@ -8,7 +8,7 @@ from specdeft.bench import cli
 
 pytestmark = pytest.mark.gpu
 MODEL = ["--model", "random:llama-tiny", "--heads", "random", "--device", "cuda"]
-WORK = ["--trees", "deft-32", "--input-len", "6,900", "--output-len", "41", "--lossy"]
+WORK = ["--trees", "deft-32", "--input-len", "6,1000", "--output-len", "41", "--lossy"]
 
 
 def test_latency_with_planned_drafts(capsys, tmp_path):
@@ -20,13 +20,16 @@ def test_latency_with_planned_drafts(capsys, tmp_path):
     rows = {row["row"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
     replayed = rows["replay(deft-32)"]["by_kind"]
     assert replayed["6 tokens"]["mean_acceptance_length"] == pytest.approx(2.0)
-    assert replayed["900 tokens"]["mean_acceptance_length"] == pytest.approx(5.0)
+    assert replayed["1000 tokens"]["mean_acceptance_length"] == pytest.approx(5.0)
     assert rows["oracle(deft-32)"]["mean_acceptance_length"] == pytest.approx(5.0)
     assert rows["random(deft-32)"]["mean_acceptance_length"] == pytest.approx(1.0)
     for row in rows.values():
         assert row["max_memory_allocated"] > 0
         assert row["ttft_ms"]["median"] > 0
-    assert min(rows["deft-32"]["phases_ms"].values()) > 0
+    phases = rows["deft-32"]["phases_ms"]
+    assert min(phases.values()) > 0
+    # 41 tokens behind 1,000 pass 1,024, where another graph is captured: not in the time.
+    assert phases["idle"] < 3
 
 
 def test_no_capture_is_taken_for_a_step(capsys):
