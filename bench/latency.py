@@ -195,12 +195,16 @@ def main(arguments: Sequence[str]) -> Finished:
             if sizes
             else []
         )
-        reports = [
-            f"{row.name}: {row.decoder.tree_report_of(greedy, max(map(len, encoded)))}"
+        # Prompts of other lengths may be given other trees.
+        reports = dict.fromkeys(
+            f"{row.name}: {row.decoder.tree_report_of(greedy, len(ids))}"
             for row in rows
             if isinstance(row, DecoderRow) and row.tree_name == "auto"
-        ]
-        report = make_report(measured, manifest, reports, batches, given_up, lossy=options.lossy)
+            for ids in encoded
+        )
+        report = make_report(
+            measured, manifest, list(reports), batches, given_up, lossy=options.lossy
+        )
         folder.save(report)
     failed = any(row.is_ours and not row.has_speed for row in measured)
     failed |= any(not result.has_speed for result in batches)

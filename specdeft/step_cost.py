@@ -1,16 +1,15 @@
 """C(n): what a whole step costs on this device with a tree of n nodes, measured.
 
 Draft, forward, acceptance and commit are timed together, as they run in a generation. Sizes take
-turns, so that a slow moment of a shared machine falls on all of them, and are compared with plain
-steps of the same turn. Sizes that no request would choose are soon left out: the seconds are spent
-where the choice hangs.
+turns, so that a slow moment of a shared machine falls on all of them, and the lower quartile of
+their times stands for a step that nothing disturbed, compared with plain steps of the same rounds.
+Sizes that no request would choose are soon left out: the seconds are spent where the choice hangs.
 """
 
 import hashlib
 import json
 import math
 import platform
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +35,7 @@ BUDGET_S = 6.0  # of all rounds but the warming one: short steps are timed more 
 CAN_WIN = 0.85  # of the most tokens per time that any size brings
 STEPS_IN_A_ROW = 8  # replayed graphs: the host reads a step late, so it must not wait for each
 CONTEXTS = (256, 1024, 4096, 16384, 65536)
-METHOD = 2  # raised with what a step does or how it is timed
+METHOD = 3  # raised with what a step does or how it is timed
 MOST_READ_TOKENS = 256  # of a stand-in text; the rest of the context is empty cache
 
 
@@ -65,7 +64,7 @@ def measure_step_ms(
     place: Place = USUAL_PLACE,
     expected: Sequence[Mapping[int, float]] = (),
 ) -> dict[int, float]:
-    """Median milliseconds of a greedy step by tree size, made non-decreasing.
+    """Milliseconds of an undisturbed greedy step by tree size, made non-decreasing.
 
     Args:
         engine: whose steps are timed.
@@ -87,24 +86,29 @@ def measure_step_ms(
     time_round(list(tensors))
     rounds.clear()  # the first round warms up
     spent_s = sum(time_round(list(tensors)) for _ in range(FIRST_ROUNDS))
-    sizes = contenders(relative_medians(rounds), expected)
+    sizes = contenders(undisturbed_ms(rounds), expected)
     while len(rounds) < MOST_ROUNDS and (spent_s < BUDGET_S or len(rounds) < LEAST_ROUNDS):
         spent_s += time_round(sizes)
-    medians = relative_medians(rounds)
-    counts = [sum(size in times for times in rounds) for size in medians]
-    return dict(zip(medians, isotonic(list(medians.values()), counts), strict=True))
+    found_ms = undisturbed_ms(rounds)
+    counts = [sum(size in times for times in rounds) for size in found_ms]
+    return dict(zip(found_ms, isotonic(list(found_ms.values()), counts), strict=True))
 
 
-def relative_medians(rounds: Sequence[Mapping[int, float]]) -> dict[int, float]:
-    """The median time of every size, from its ratio to the smallest size of the same round: a slow
-    second changes both."""
+def undisturbed_ms(rounds: Sequence[Mapping[int, float]]) -> dict[int, float]:
+    """The lower quartile of every size's times, from its ratio to that of the smallest size over
+    the same rounds: others on the machine only ever add, and a slow minute slows both."""
     smallest = min(rounds[0])
-    plain = statistics.median(times[smallest] for times in rounds)
-    return {
-        size: plain
-        * statistics.median(times[size] / times[smallest] for times in rounds if size in times)
-        for size in sorted(rounds[0])
-    }
+    plain = _lower_quartile([times[smallest] for times in rounds])
+    found = {}
+    for size in sorted(rounds[0]):
+        pairs = [(times[size], times[smallest]) for times in rounds if size in times]
+        own, beside = (_lower_quartile(times) for times in zip(*pairs, strict=True))
+        found[size] = plain * own / beside
+    return found
+
+
+def _lower_quartile(times: Sequence[float]) -> float:
+    return sorted(times)[len(times) // 4]
 
 
 def contenders(step_ms: Mapping[int, float], expected: Sequence[Mapping[int, float]]) -> list[int]:

@@ -1,5 +1,6 @@
 """Step times by turns: what is slow for a while changes no ratio; time goes where choices hang."""
 
+import random
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,7 @@ from specdeft.step_cost import (
     contenders,
     isotonic,
     measure_step_ms,
-    relative_medians,
+    undisturbed_ms,
 )
 from specdeft.trees.token_tree import TokenTree
 from tests.core.tiny import tiny_model
@@ -98,10 +99,25 @@ def test_contenders() -> None:
     assert contenders(step_ms, []) == [1, 8, 16, 64]
 
 
-def test_relative_medians_compare_within_a_round() -> None:
-    rounds = [{1: 10.0, 4: 15.0}, {1: 30.0, 4: 45.0}, {1: 10.0, 4: 15.0}, {1: 12.0, 4: 60.0}]
-    assert relative_medians(rounds) == pytest.approx({1: 11.0, 4: 16.5})
-    assert relative_medians([*rounds, {1: 11.0}]) == pytest.approx({1: 11.0, 4: 16.5})
+@pytest.mark.parametrize("seed", range(10))
+def test_a_busy_machine_changes_no_ratio_much(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Every second forward waits for others, longer than it takes."""
+    true_ms, draw = {1: 10.0, 2: 11.0, 4: 12.0, 8: 16.0, 16: 30.0}, random.Random(seed)
+
+    def seconds(num_rows: int, _now: float) -> float:
+        wait = draw.uniform(0.005, 0.04) if draw.random() < 0.5 else draw.uniform(0, 2e-4)
+        return true_ms.get(num_rows, 1.0) * 1e-3 + wait
+
+    measured = Clocked(monkeypatch, seconds).measure()
+    for size in SIZES:
+        assert measured[size] / measured[1] == pytest.approx(true_ms[size] / 10.0, rel=0.03)
+
+
+def test_sizes_are_compared_over_the_rounds_that_they_share() -> None:
+    rounds = [{1: 10.0, 4: 15.0}, {1: 10.0, 4: 90.0}, {1: 25.0, 4: 16.0}]
+    assert undisturbed_ms(rounds) == pytest.approx({1: 10.0, 4: 15.0})
+    slower = [{1: 30.0}] * 20
+    assert undisturbed_ms([*rounds, *slower]) == pytest.approx({1: 30.0, 4: 45.0})
 
 
 @pytest.mark.parametrize("seed", range(20))
