@@ -649,6 +649,23 @@ def test_a_row_that_reuses_earlier_calls_has_no_speed(is_cached):
     assert any(said in problem for problem in result.problems) == is_cached
 
 
+@pytest.mark.parametrize(
+    ("seen", "unseen", "is_blamed"),
+    [
+        ([10, 2, 9, 11], [8, 12, 9, 10], False),  # one quick moment of a busy machine
+        ([9, 9, 9, 9], [9, 40, 50, 60], False),
+        ([2, 2, 3, 9], [8, 9, 8, 30], True),
+    ],
+)
+def test_a_busy_machine_is_not_blamed_for_reuse(seen, unseen, is_blamed):
+    rows, bench, _ = scripted(30.0, 20.0, 10.0)
+    result = measure(rows, bench)[2]
+    folder = RunFolder(None)
+    folder.put("unseen|tree", {"seen": seen, "unseen": unseen})
+    latency_measure.check_reuse(rows[2], result, [5], GenerationConfig(), folder)
+    assert bool(result.problems) == is_blamed
+
+
 def hang(_prompt_ids, _config) -> Run:
     while True:  # as a compiler that finds no end
         pass
