@@ -5,6 +5,10 @@ gets no time; then timed by CUDA-graph replay over rotated, cold KV. The floor i
 max(bytes / bandwidth, operations / rate) with both ceilings measured in the run. Ours and
 FlashInfer read scattered pages; methods without page tables are granted a contiguous cache. What a
 step prepares once for all layers is not in the times.
+
+Places are measured in the order of the options, so a run that is stopped has the first ones. All
+methods of a place share its inputs and take turns where it is measured several times. `--merge`
+makes one report of stored runs that share a grid.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import torch
 
 from specdeft.bench.attention_commit import CommitTime, time_commit
 from specdeft.bench.attention_measure import Outcome, Setting, Subject
+from specdeft.bench.attention_merge import merged
 from specdeft.bench.attention_methods import FOREST_METHODS, METHODS, OURS
 from specdeft.bench.attention_report import make_report
 from specdeft.bench.attention_workloads import (
@@ -30,12 +35,13 @@ from specdeft.bench.cuda_timing import Ceilings, measure_ceilings
 from specdeft.bench.manifest import describe
 from specdeft.bench.report import FORMATS, Finished
 from specdeft.bench.run_folder import RunFolder
+from specdeft.bench.workbench import progress
 from specdeft.kernels.baselines.prepared import HeadShape
 from specdeft.trees.options import Options
 
 DEFAULT_METHODS = (OURS, "flashinfer", "sdpa", "medusa", "flex")
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-_NOT_SETTINGS = ("output", "save_result")
+_NOT_SETTINGS = ("output", "save_result", "merge")
 _PROMPTS = {"source": "none: seeded random queries, keys and values"}
 
 
@@ -66,9 +72,22 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--slowest", type=float, default=100.0, metavar="X", help="skip methods X times slower"
     )
+    options.add_argument(
+        "--repeats",
+        type=int,
+        default=1,
+        metavar="N",
+        help="time the methods of a place N times, in turns",
+    )
     options.add_argument("--output", default="table", choices=list(FORMATS), help="to stdout")
     options.add_argument(
         "--save-result", metavar="FOLDER", help="keep records and report; resumes a stopped run"
+    )
+    options.add_argument(
+        "--merge",
+        nargs="+",
+        metavar="FOLDER",
+        help="measure nothing: one report of stored runs, finished or not; needs no GPU",
     )
     return options
 
@@ -80,6 +99,10 @@ def main(arguments: Sequence[str]) -> Finished:
         ValueError: there is no CUDA device, or an option is malformed.
     """
     options = parser().parse_args(arguments)
+    if options.merge:
+        return _merge(options)
+    if options.repeats < 1:
+        raise ValueError(f"--repeats is {options.repeats}: measure 1 time or more")
     shapes = [parse_heads(text, _DTYPES[options.dtype]) for text in options.heads]
     workloads = list(_workloads(options, shapes))
     device = _device()
@@ -93,9 +116,21 @@ def main(arguments: Sequence[str]) -> Finished:
         folder.open(manifest)
         ceilings = _ceilings(folder, device)
         setting = Setting(device, ceilings, options.page_size, options.slowest)
-        outcomes = list(_outcomes(folder, workloads, options.methods, setting))
+        outcomes = list(_outcomes(folder, workloads, options, setting))
         commits = [_commit(folder, shape, device) for shape in shapes if options.commit]
-        report = make_report(outcomes, commits, ceilings, manifest)
+        report = make_report(outcomes, commits, [ceilings], manifest)
+        folder.save(report)
+    return Finished(report, options.output)
+
+
+def _merge(options: argparse.Namespace) -> Finished:
+    stored = merged(options.merge)
+    with RunFolder(options.save_result) as folder:
+        folder.open(stored.manifest)
+        for key, record in stored.records.items():
+            if folder.get(key) is None:
+                folder.put(key, record)
+        report = make_report(stored.outcomes, stored.commits, stored.ceilings, stored.manifest)
         folder.save(report)
     return Finished(report, options.output)
 
@@ -117,22 +152,42 @@ def _workloads(options: argparse.Namespace, shapes: Sequence[HeadShape]) -> Iter
 
 
 def _outcomes(
-    folder: RunFolder, workloads: Sequence[Workload], methods: list[str] | None, setting: Setting
+    folder: RunFolder,
+    workloads: Sequence[Workload],
+    options: argparse.Namespace,
+    setting: Setting,
 ) -> Iterator[Outcome]:
     """Every method on every workload; what the folder holds already is not measured again."""
-    for workload in workloads:
-        subject = Subject(workload, setting)
-        usual = DEFAULT_METHODS if workload.tree is not None else FOREST_METHODS
-        for method in methods or usual:
-            key = f"{workload.heads} {workload.name} {workload.forest.num_queries} {method}"
-            record = folder.get(key)
-            if record is None:
-                record = subject.measure(method)._asdict()
-                folder.put(key, record)
-            yield Outcome(**record)
-        # Not after each method: giving back and asking again for the rotated pools takes longer
-        # than timing them.
-        torch.cuda.empty_cache()
+    with progress(len(workloads), "attention", "place") as done:
+        for workload in workloads:
+            subject = Subject(workload, setting)
+            usual = DEFAULT_METHODS if workload.tree is not None else FOREST_METHODS
+            for repeat in range(1, options.repeats + 1):
+                for method in options.methods or usual:
+                    yield _outcome(folder, subject, method, repeat)
+            done()
+            # Rarely: giving memory back and asking for it again takes longer than the timing.
+            if setting.device.type == "cuda" and _mostly_taken(setting.device):
+                torch.cuda.empty_cache()
+
+
+def _outcome(folder: RunFolder, subject: Subject, method: str, repeat: int) -> Outcome:
+    """From the folder, or measured; the first one says of the others when they are far above it."""
+    workload = subject.workload
+    key = f"{workload.heads} {workload.name} {workload.forest.num_queries} {method}"
+    key += f" #{repeat}" if repeat > 1 else ""
+    record = folder.get(key)
+    if record is None:
+        record = subject.measure(method, repeat)._asdict()
+        folder.put(key, record)
+    outcome = Outcome(**record)
+    subject.first_us = subject.first_us or outcome.median_us
+    return outcome
+
+
+def _mostly_taken(device: torch.device) -> bool:
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    return 2 * free_bytes < total_bytes
 
 
 def _commit(folder: RunFolder, shape: HeadShape, device: torch.device) -> CommitTime:

@@ -30,6 +30,7 @@ FOREST_METHODS = (
     "flex",
 )
 METHODS = (*SPECULATION_ONLY, *FOREST_METHODS)
+OWN_LAYOUT = ("flash-decoding",)  # reads copies that no other method can use
 # These read the shared tokens once per query. Far above the floor they are not even prepared.
 PER_QUERY = ("radix", "flash-decoding", "specinfer")
 MOST_REREADS = 40
@@ -53,7 +54,7 @@ def prepare(method: str, workload: Workload, page_size: int, device: torch.devic
     if method == "specinfer":
         from specdeft.kernels.baselines.query_bitmask import prepare_specinfer
 
-        words = mask_words_from_ancestors(forest.visible())
+        words = mask_words_from_ancestors(forest.visible(device))
         return prepare_specinfer(forest, words, shape, device)
     tile_queries = max(1, 64 // shape.group)
     if method in ("radix", "flash-decoding"):

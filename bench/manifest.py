@@ -21,7 +21,7 @@ import specdeft
 from specdeft.bench.prompt_set import PromptSet
 from specdeft.decoder import SpecDecoder
 
-_PACKAGES = ("torch", "transformers", "triton", "economize", "flashspec")
+_PACKAGES = ("torch", "transformers", "triton", "flashinfer-python", "economize", "flashspec")
 GIT_VARIABLE = "SPECDEFT_GIT_HASH"
 _SOURCE = Path(__file__).resolve().parent
 

@@ -205,15 +205,18 @@ class KVForest:
         """int64 [Q]: how many tokens each query row sees."""
         return (self._tokens_above + self.num_tokens)[self.query_nodes]
 
-    def visible(self) -> Tensor:
-        """bool [Q, S]: the meaning of the forest, row by query row, column by flattened index.
+    def visible(self, device: torch.device | str = "cpu") -> Tensor:
+        """bool [Q, S] on `device`: the meaning of the forest, row by query row, column by
+        flattened index.
 
         Quadratic: for tests, references and methods that want a dense mask.
         """
-        node = torch.arange(self.num_nodes)
-        home = self.query_nodes.unsqueeze(1)
-        sees_node = (node <= home) & (home < self.subtree_ends)
-        return sees_node.repeat_interleave(self.num_tokens, dim=1)
+        node = torch.arange(self.num_nodes, device=device)
+        home = self.query_nodes.to(device).unsqueeze(1)
+        sees_node = (node <= home) & (home < self.subtree_ends.to(device))
+        return sees_node.repeat_interleave(
+            self.num_tokens.to(device), dim=1, output_size=self.total_tokens
+        )
 
     def path_table(self) -> PathTable:
         """The slots of every query's path, shared tokens repeated. Quadratic, like `visible`."""

@@ -52,8 +52,7 @@ def prepare_medusa(forest: KVForest, shape: HeadShape, device: torch.device) -> 
 
 def _additive_mask(forest: KVForest, shape: HeadShape, device: torch.device) -> Tensor:
     """[Q * G, S] of the dtype of q, 0 where visible, else -inf; rows 16-byte aligned."""
-    visible = forest.visible().repeat_interleave(shape.group, dim=0)
-    num_tokens = visible.shape[1]
-    padded = torch.zeros(visible.shape[0], -(-num_tokens // 8) * 8, dtype=shape.dtype)
-    mask = padded.to(device)[:, :num_tokens]
-    return mask.masked_fill_(~visible.to(device), float("-inf"))
+    visible = forest.visible(device).repeat_interleave(shape.group, dim=0)
+    num_rows, num_tokens = visible.shape
+    padded = torch.zeros(num_rows, -(-num_tokens // 8) * 8, dtype=shape.dtype, device=device)
+    return padded[:, :num_tokens].masked_fill_(~visible, float("-inf"))

@@ -19,7 +19,11 @@ def prepare_flex(forest: KVForest, shape: HeadShape, device: torch.device) -> Pr
     """FlexAttention over the contiguous KV of the forest."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    visible = forest.visible().to(device)
+    # Every forest is compiled anew. After eight of them torch would silently fall back to the
+    # form that is not fused, without this.
+    torch._dynamo.reset()
+
+    visible = forest.visible(device)
     gather = contiguous_kv(forest, device)
 
     def allowed(_batch: Tensor, _head: Tensor, query: Tensor, token: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """The comparison's own parts on the CPU: inputs, layouts, gate, report. Times need a GPU."""
 
 import json
+import shutil
 import sys
 
 import pytest
@@ -33,8 +34,9 @@ from specdeft.bench.attention_workloads import (
     recorded_forest,
     speculation,
 )
-from specdeft.bench.cuda_timing import Ceilings, Timing, num_sets
+from specdeft.bench.cuda_timing import COLD_BYTES, Ceilings, Timing, num_sets
 from specdeft.bench.report import as_markdown
+from specdeft.bench.run_folder import read_records
 from specdeft.trees.token_tree import TokenTree
 
 CPU = torch.device("cpu")
@@ -131,18 +133,48 @@ def test_methods_that_read_everything_per_query_are_not_timed_on_large_trees(met
         prepare(method, workload, 32, CPU)
 
 
-def test_report_names_the_places_where_another_is_ahead() -> None:
+def _table(report, title):
+    return next(table for table in report.tables if table.title == title)
+
+
+def test_report_lists_the_places_where_another_is_ahead() -> None:
+    elsewhere = OUTCOME._replace(queries=64)
     outcomes = [
         OUTCOME,
         OUTCOME._replace(method="sdpa", median_us=7.0),
         OUTCOME._replace(method="medusa", median_us=9.0),
         OUTCOME._replace(method="flex", median_us=None, note="no valid configuration"),
+        elsewhere,
+        elsewhere._replace(method="sdpa", median_us=16.0),
+        elsewhere._replace(method="medusa", median_us=8.0),
     ]
-    report = make_report(outcomes, [], Ceilings(4e12, 7e14), {"git": None})
-    assert report.remarks == ("sdpa is ahead at 4/2/32, context 200, 9 nodes: 7.0 us against 8.0",)
+    report = make_report(outcomes, [], [Ceilings(4e12, 7e14)], {"git": None})
+    assert _table(report, "Places where we are not ahead").rows == (
+        ("4/2/32", "200", 9, "sdpa", 7.0, 8.0, 7.0 / 8.0),
+        ("4/2/32", "200", 64, "medusa", 8.0, 8.0, 1.0),
+    )
+    assert report.remarks[0] == "specdeft is ahead of every other timed method at 0 of 2 places"
+    assert report.remarks[1] == "flex has no time at 1 places: no valid configuration"
     assert report.tables[0].rows[0][-3:] == ("sdpa", 7.0, 7.0 / 8.0)
+    assert _table(report, "Times ours, by method").rows[0] == (
+        "sdpa", 2, 0, 7.0 / 8.0, "4/2/32, 200 x 9", (7.0 / 8.0 + 2.0) / 2, 2.0,
+    )  # fmt: skip
     assert "no valid configuration" in as_markdown(report)
     assert report.data["outcomes"][3]["median_us"] is None
+
+
+def test_report_of_repeats_compares_within_each() -> None:
+    """The device ran at half its rate in the second of three: all times doubled, no ratio did."""
+    outcomes = [
+        OUTCOME._replace(method=method, repeat=repeat, median_us=us * slow)
+        for repeat, slow in ((1, 1.0), (2, 2.0), (3, 1.1))
+        for method, us in ((OURS, 8.0), ("sdpa", 12.0))
+    ]
+    report = make_report(outcomes, [], [Ceilings(4e12, 7e14)], {})
+    (row,) = report.tables[0].rows
+    assert row[4] == pytest.approx(8.8)
+    assert row[-2:] == pytest.approx((13.2, 1.5))
+    assert report.remarks == ("specdeft is ahead of every other timed method at 1 of 1 places",)
 
 
 def test_report_puts_the_papers_ratios_beside_ours() -> None:
@@ -152,14 +184,21 @@ def test_report_puts_the_papers_ratios_beside_ours() -> None:
         place._replace(method="radix", median_us=25.0),
         place._replace(method="flash-decoding", median_us=None, note="not timed"),
     ]
-    (ratios, _methods) = make_report(outcomes, [], Ceilings(4e12, 7e14), {}).tables
+    ratios = _table(make_report(outcomes, [], [Ceilings(4e12, 7e14)], {}), "Forests")
     assert [row[-2:] for row in ratios.rows] == [(1.0, None), (2.5, 1.73), (None, 12.53)]
 
 
 def test_sets_outlast_the_cache() -> None:
     assert num_sets(32 << 20) == 10
     assert num_sets(1 << 40) == 2
-    assert num_sets(1) == 64
+    assert num_sets(1) == 512
+    # The smallest place of the issue's grid: 9/3/64 over 1,024 tokens.
+    assert num_sets(2 * 1025 * 3 * 64 * 2) * 2 * 1025 * 3 * 64 * 2 >= COLD_BYTES
+
+
+def test_repeats_below_one_are_refused() -> None:
+    with pytest.raises(ValueError, match="--repeats is 0"):
+        attention.main(["--repeats", "0"])
 
 
 @pytest.mark.parametrize("text", ["32/8", "a/b/c", "32/5/64", "0/1/64"])
@@ -181,7 +220,7 @@ def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def rotated(call, sets, **_options):
         call(sets - 1)
         timed.append("call")
-        return Timing(7.0, 0.5)
+        return Timing(7.0, 0.5, 20)
 
     monkeypatch.setattr(attention, "_device", lambda: CPU)
     monkeypatch.setattr(attention, "measure_ceilings", lambda _device: Ceilings(4e12, 7e14))
@@ -201,18 +240,104 @@ def test_a_saved_run_is_resumed_and_not_measured_again(monkeypatch, tmp_path) ->
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     report = attention.main(arguments).report
     assert len(timed) == 2
-    assert [row[4] for row in report.tables[-1].rows] == [7.0, 7.0, None]
-    assert "install flashinfer-python" in str(report.tables[-1].rows[2][-1])
+    rows = _table(report, "Methods").rows
+    assert [row[4] for row in rows] == [7.0, 7.0, None]
+    assert "install flashinfer-python" in str(rows[2][-1])
     again = attention.main(arguments).report
     assert len(timed) == 2
     assert again.tables == report.tables
     assert json.loads((tmp_path / "report.json").read_text())["outcomes"][0]["median_us"] == 7.0
 
 
+def test_a_place_half_measured_goes_on_with_what_the_first_method_took(
+    monkeypatch, tmp_path
+) -> None:
+    timed = _on_the_cpu(monkeypatch)
+    arguments = [*SMALL, "--methods", "specdeft", "sdpa", "--save-result", str(tmp_path)]
+    attention.main(arguments)
+    records = tmp_path / "records.jsonl"
+    lines = records.read_text().splitlines(keepends=True)
+    records.write_text("".join(lines[:2]))  # the ceilings and ours
+    limits: list[float] = []
+
+    def rotated(call, sets, *, far_above_us):
+        limits.append(far_above_us)
+        return Timing(9.0, 0.5, 5)
+
+    monkeypatch.setattr(attention_measure, "time_rotated", rotated)
+    report = attention.main(arguments).report
+    assert (len(timed), limits) == (2, [21.0])
+    assert _table(report, "Methods").rows[1][4:7] == (9.0, 0.5, 5)
+
+
+def test_repeats_take_turns_and_prepare_once(monkeypatch, tmp_path) -> None:
+    _on_the_cpu(monkeypatch)
+    prepared: list[str] = []
+
+    def counted(method, *arguments):
+        prepared.append(method)
+        return prepare(method, *arguments)
+
+    monkeypatch.setattr(attention_measure, "prepare", counted)
+    arguments = ["--heads", "4/2/32", "--context", "90", "40", "--nodes", "5", "--dtype", "float16"]
+    arguments += ["--methods", "specdeft", "sdpa", "--repeats", "2"]
+    report = attention.main([*arguments, "--save-result", str(tmp_path)]).report
+    records = read_records(tmp_path / "records.jsonl")
+    assert list(records)[1:] == [
+        f"4/2/32 {context} 5 {method}{repeat}"
+        for context in (90, 40)
+        for repeat in ("", " #2")
+        for method in (OURS, "sdpa")
+    ]
+    assert prepared == [OURS, "sdpa"] * 2
+    assert all("timing" in records[key]["host_s"] for key in list(records)[1:])
+    assert [row[:3] for row in report.tables[0].rows] == [("4/2/32", "90", 5), ("4/2/32", "40", 5)]
+    assert _table(report, "Seconds of the run").rows[0][:2] == (OURS, 4)
+
+
+def test_runs_of_different_places_are_merged(monkeypatch, tmp_path) -> None:
+    _on_the_cpu(monkeypatch)
+    folders = [str(tmp_path / name) for name in ("a", "b", "both")]
+    for folder, nodes in zip(folders, ("5", "7"), strict=False):
+        places = ["--heads", "4/2/32", "--context", "100", "--nodes", nodes, "--dtype", "float16"]
+        attention.main([*places, "--methods", "specdeft", "sdpa", "--save-result", folder])
+    # The second was stopped before its report and in the middle of a line.
+    (tmp_path / "b" / "report.json").unlink()
+    with (tmp_path / "b" / "records.jsonl").open("a") as file:
+        file.write('{"key": "4/2/32 100 7 me')
+    monkeypatch.undo()
+    merge = ["--merge", *folders[:2], "--save-result", folders[2]]
+    report = attention.main(merge).report
+    assert [row[2] for row in report.tables[0].rows] == [5, 7]
+    assert [note.split(":")[0] for note in report.notes[:2]] == [
+        "ceilings of run 1",
+        "ceilings of run 2",
+    ]
+    assert [run["settings"]["nodes"] for run in report.data["runs"]] == [[5], [7]]
+    stored = json.loads((tmp_path / "both" / "report.json").read_text())
+    assert len(stored["outcomes"]) == 4
+    assert attention.main(merge).report.tables == report.tables
+    with pytest.raises(ValueError, match="which a folder before it holds already"):
+        attention.main(["--merge", folders[0], folders[0]])
+    with pytest.raises(ValueError, match="holds no run of bench attention"):
+        attention.main(["--merge", folders[0], str(tmp_path)])
+
+
+def test_runs_of_different_machines_are_not_merged(monkeypatch, tmp_path) -> None:
+    _on_the_cpu(monkeypatch)
+    folder = tmp_path / "a"
+    attention.main([*SMALL, "--methods", "specdeft", "--save-result", str(folder)])
+    other = shutil.copytree(folder, tmp_path / "b")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (other / "manifest.json").write_text(json.dumps({**manifest, "device": "another"}))
+    with pytest.raises(ValueError, match="differ in device"):
+        attention.main(["--merge", str(folder), str(other)])
+
+
 def test_a_method_many_times_slower_than_the_first_is_not_timed(monkeypatch) -> None:
     timed = _on_the_cpu(monkeypatch)
     arguments = [*SMALL, "--methods", "specdeft", "sdpa", "--slowest", "2"]
-    rows = attention.main(arguments).report.tables[-1].rows
+    rows = _table(attention.main(arguments).report, "Methods").rows
     assert len(timed) == 1
     assert rows[1][4] is None
     assert "not timed: a call takes 50 us" in str(rows[1][-1])

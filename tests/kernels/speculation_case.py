@@ -71,9 +71,9 @@ class Case:
         pool = self.pool.to(DEVICE)
         return tree_attention(self.q.to(DEVICE), pool[0], pool[1], **arguments)
 
-    def shape(self, num_splits: int, tile: TileShape | None = None) -> LaunchShape:
-        """The chosen shape with another number of splits, and another tile if one is given."""
-        chosen = launch_shape(
+    def chosen(self) -> LaunchShape:
+        """What the launcher takes when it is given no shape."""
+        return launch_shape(
             batch=len(self.lengths),
             num_nodes=self.num_nodes,
             query_heads=self.query_heads,
@@ -85,6 +85,10 @@ class Case:
             page_size=self.page_size if self.paged else None,
             plain=not {"window", "softcap"} & set(self.options),
         )
+
+    def shape(self, num_splits: int, tile: TileShape | None = None) -> LaunchShape:
+        """The chosen shape with another number of splits, and another tile if one is given."""
+        chosen = self.chosen()
         if tile is not None:
             row_tiles = -(-chosen.num_rows // tile.rows)
             chosen = chosen._replace(tile=tile, num_row_tiles=row_tiles)

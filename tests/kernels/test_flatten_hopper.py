@@ -14,6 +14,7 @@ from specdeft.kernels.launch_shape import (
     hopper_fits,
     hopper_tile,
     is_hopper,
+    sm_count,
 )
 from tests.kernels.random_trees import chain_parents, random_parents, star_parents
 from tests.kernels.speculation_case import DEVICE, Case
@@ -83,6 +84,29 @@ def test_pages_types_and_heads(
         _check(case, 2)
         if heads[2] == 128 and page_size != 64:
             _check(case, 2, WIDE)
+
+
+@native
+@pytest.mark.parametrize(
+    ("num_sequences", "length", "kernel", "split"),
+    [
+        (1, 700, Kernel.HOPPER, True),
+        (34, 1600, Kernel.HOPPER_WIDE, False),
+        (32, 4000, Kernel.HOPPER_WIDE, True),
+    ],
+    ids=["chosen-narrow", "chosen-wide", "chosen-wide-split"],
+)
+def test_the_launchers_own_choice(
+    num_sequences: int, length: int, kernel: Kernel, split: bool
+) -> None:
+    """Nothing forced: small launches that take each kernel. The sanitizer runs these."""
+    if not is_hopper(DEVICE) or sm_count(DEVICE) != 132:
+        pytest.skip("needs compute capability 9.0 with 132 SMs")
+    lengths = [length - 7 * row for row in range(num_sequences)]
+    case = Case(lengths, random_parents(40, 3), heads=(4, 1, 128), dtype=BF16, page_size=128)
+    chosen = case.chosen()
+    assert (chosen.tile.kernel, chosen.num_splits > 1) == (kernel, split)
+    case.check()
 
 
 @native
