@@ -119,7 +119,8 @@ def _remarks(outcomes: Sequence[Outcome], compared: Sequence[Comparison]) -> Ite
             known = (outcome.method, str(outcome.note).partition(":")[0])
             reasons[known] = reasons.get(known, 0) + 1
     for (method, reason), count in reasons.items():
-        yield f"{method} has no time at {count} places: {reason}"
+        places_or_turns = "place" if count == 1 else "places (or repeats)"
+        yield f"{method} has no time at {count} {places_or_turns}: {reason}"
 
 
 def _best_table(outcomes: Sequence[Outcome], compared: Sequence[Comparison]) -> Table:
@@ -250,8 +251,8 @@ def _host_table(outcomes: Sequence[Outcome]) -> Table:
 
 def _methods_table(outcomes: Sequence[Outcome]) -> Table:
     columns = (
-        "Hq/Hkv/D", "context", "nodes", "method", "us", "spread us", "replays", "% of floor",
-        "TB/s", "error", "note",
+        "Hq/Hkv/D", "context", "nodes", "method", "repeat", "us", "spread us", "replays",
+        "% of floor", "TB/s", "error", "note",
     )  # fmt: skip
     return Table("Methods", columns, tuple(_row(outcome) for outcome in outcomes))
 
@@ -263,6 +264,7 @@ def _row(outcome: Outcome) -> tuple[Cell, ...]:
         outcome.workload,
         outcome.queries,
         outcome.method,
+        outcome.repeat,
         time,
         outcome.spread_us,
         outcome.replays,

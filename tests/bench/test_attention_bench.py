@@ -154,7 +154,7 @@ def test_report_lists_the_places_where_another_is_ahead() -> None:
         ("4/2/32", "200", 64, "medusa", 8.0, 8.0, 1.0),
     )
     assert report.remarks[0] == "specdeft is ahead of every other timed method at 0 of 2 places"
-    assert report.remarks[1] == "flex has no time at 1 places: no valid configuration"
+    assert report.remarks[1] == "flex has no time at 1 place: no valid configuration"
     assert report.tables[0].rows[0][-3:] == ("sdpa", 7.0, 7.0 / 8.0)
     assert _table(report, "Times ours, by method").rows[0] == (
         "sdpa", 2, 0, 7.0 / 8.0, "4/2/32, 200 x 9", (7.0 / 8.0 + 2.0) / 2, 2.0,
@@ -241,7 +241,7 @@ def test_a_saved_run_is_resumed_and_not_measured_again(monkeypatch, tmp_path) ->
     report = attention.main(arguments).report
     assert len(timed) == 2
     rows = _table(report, "Methods").rows
-    assert [row[4] for row in rows] == [7.0, 7.0, None]
+    assert [row[5] for row in rows] == [7.0, 7.0, None]
     assert "install flashinfer-python" in str(rows[2][-1])
     again = attention.main(arguments).report
     assert len(timed) == 2
@@ -267,7 +267,7 @@ def test_a_place_half_measured_goes_on_with_what_the_first_method_took(
     monkeypatch.setattr(attention_measure, "time_rotated", rotated)
     report = attention.main(arguments).report
     assert (len(timed), limits) == (2, [21.0])
-    assert _table(report, "Methods").rows[1][4:7] == (9.0, 0.5, 5)
+    assert _table(report, "Methods").rows[1][5:8] == (9.0, 0.5, 5)
 
 
 def test_repeats_take_turns_and_prepare_once(monkeypatch, tmp_path) -> None:
@@ -339,7 +339,7 @@ def test_a_method_many_times_slower_than_the_first_is_not_timed(monkeypatch) -> 
     arguments = [*SMALL, "--methods", "specdeft", "sdpa", "--slowest", "2"]
     rows = _table(attention.main(arguments).report, "Methods").rows
     assert len(timed) == 1
-    assert rows[1][4] is None
+    assert rows[1][5] is None
     assert "not timed: a call takes 50 us" in str(rows[1][-1])
 
 
