@@ -48,8 +48,10 @@ def make_report(
 ) -> Report:
     """Tables of what was measured, first of all the places where we are not ahead."""
     compared = comparisons(outcomes)
+    best = _best_table(outcomes, compared)
     tables = [
-        _best_table(outcomes, compared),
+        best,
+        *_grid_tables(best),
         _not_ahead_table(compared),
         _peers_table(outcomes, compared),
         _ratio_table(outcomes),
@@ -150,6 +152,27 @@ def _best_table(outcomes: Sequence[Outcome], compared: Sequence[Comparison]) -> 
         "us", "times ours",
     )  # fmt: skip
     return Table("Ours beside the fastest other method", columns, tuple(rows))
+
+
+def _grid_tables(best: Table) -> list[Table]:
+    """The same as a grid for each head shape with several contexts and several tree sizes."""
+    cells: dict[str, dict[tuple[int, int], str]] = {}
+    for heads, context, nodes, _floor, ours_us, _percent, method, _us, ratio in best.rows:
+        if str(context).isdecimal():
+            nearest = "" if method is None else f" ({ratio:.2f} {method})"
+            cells.setdefault(str(heads), {})[int(str(context)), int(str(nodes))] = (
+                f"{ours_us:.1f}{nearest}"
+            )
+    tables = []
+    for heads, of_place in cells.items():
+        contexts, sizes = (sorted({place[axis] for place in of_place}) for axis in (0, 1))
+        if len(contexts) > 1 and len(sizes) > 1:
+            rows = [
+                (size, *(of_place.get((context, size)) for context in contexts)) for size in sizes
+            ]
+            title = f"{heads}: us by nodes and context (nearest other method, times ours)"
+            tables.append(Table(title, ("nodes", *map(str, contexts)), tuple(rows)))
+    return tables
 
 
 def _not_ahead_table(compared: Sequence[Comparison]) -> Table:

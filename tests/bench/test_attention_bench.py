@@ -1,13 +1,15 @@
 """The comparison's own parts on the CPU: inputs, layouts, gate, report. Times need a GPU."""
 
 import json
+import math
 import shutil
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
 
-from specdeft.bench import attention, attention_measure
+from specdeft.bench import attention, attention_measure, cuda_timing
 from specdeft.bench.attention_measure import (
     WORST_ERROR,
     Outcome,
@@ -34,7 +36,7 @@ from specdeft.bench.attention_workloads import (
     recorded_forest,
     speculation,
 )
-from specdeft.bench.cuda_timing import COLD_BYTES, Ceilings, Timing, num_sets
+from specdeft.bench.cuda_timing import COLD_BYTES, Ceilings, Timing, num_sets, time_rotated
 from specdeft.bench.report import as_markdown
 from specdeft.bench.run_folder import read_records
 from specdeft.trees.token_tree import TokenTree
@@ -163,6 +165,22 @@ def test_report_lists_the_places_where_another_is_ahead() -> None:
     assert report.data["outcomes"][3]["median_us"] is None
 
 
+def test_report_shows_a_grid_where_there_is_one() -> None:
+    places = [
+        OUTCOME._replace(workload=workload, queries=queries, method=method, median_us=us)
+        for workload, queries, us in (("1024", 64, 9.0), ("64", 64, 5.0), ("64", 8, 4.0))
+        for method, us in ((OURS, us), ("sdpa", 2 * us))
+    ]
+    forest = OUTCOME._replace(workload="few-shot-20", queries=20)
+    report = make_report([*places, forest], [], [Ceilings(4e12, 7e14)], {})
+    title = "4/2/32: us by nodes and context (nearest other method, times ours)"
+    assert _table(report, title).columns == ("nodes", "64", "1024")
+    assert _table(report, title).rows == (
+        (8, "4.0 (2.00 sdpa)", None),
+        (64, "5.0 (2.00 sdpa)", "9.0 (2.00 sdpa)"),
+    )
+
+
 def test_report_of_repeats_compares_within_each() -> None:
     """The device ran at half its rate in the second of three: all times doubled, no ratio did."""
     outcomes = [
@@ -199,6 +217,81 @@ def test_sets_outlast_the_cache() -> None:
 def test_repeats_below_one_are_refused() -> None:
     with pytest.raises(ValueError, match="--repeats is 0"):
         attention.main(["--repeats", "0"])
+
+
+class _Device:
+    """What `time_rotated` asks of torch.cuda, with a clock that a replay moves on."""
+
+    def __init__(self, replay_ms: list[float]) -> None:
+        self.now_ms, self.replay_ms = 0.0, replay_ms
+        self.events: list[str] = []
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        device = self
+
+        class Stream:
+            def wait_stream(self, _other: object) -> None:
+                device.events.append("wait")
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                self.at_ms = device.now_ms
+
+            def elapsed_time(self, stop: "Event") -> float:
+                return stop.at_ms - self.at_ms
+
+        class Graph:
+            def capture_begin(self) -> None:
+                device.events.append("begin")
+
+            def capture_end(self) -> None:
+                device.events.append("end")
+
+            def replay(self) -> None:
+                device.events.append("replay")
+                device.now_ms += device.replay_ms.pop(0)
+
+        for name, fake in {
+            "Stream": Stream,
+            "Event": Event,
+            "CUDAGraph": Graph,
+            "stream": lambda _stream: nullcontext(),
+            "synchronize": lambda: None,
+            "current_device": lambda: 0,
+            "current_stream": Stream,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+        cuda_timing._side_stream.cache_clear()
+
+
+@pytest.mark.parametrize(("far_above_us", "replays"), [(math.inf, 20), (1000.0, 20), (999.0, 5)])
+def test_a_call_far_above_gets_few_replays(monkeypatch, far_above_us: float, replays: int) -> None:
+    """Two calls a graph, 2 ms a replay; the first three replays only warm up."""
+    device = _Device([50.0] * 3 + [2.0] * 20)
+    device.install(monkeypatch)
+    called: list[int] = []
+    timing = time_rotated(called.append, 2, far_above_us=far_above_us)
+    assert timing == Timing(1000.0, 0.0, replays)
+    assert called == [0, 1, 0, 1]
+    assert device.events == ["wait", "begin", "end", *["replay"] * (3 + replays)]
+    cuda_timing._side_stream.cache_clear()
+
+
+def test_a_call_that_cannot_be_captured_ends_the_capture(monkeypatch) -> None:
+    device = _Device([])
+    device.install(monkeypatch)
+
+    def call(_index: int) -> None:
+        if device.events[-1:] == ["begin"]:
+            raise RuntimeError("not allowed while capturing")
+
+    with pytest.raises(RuntimeError, match="while capturing"):
+        time_rotated(call, 2)
+    assert device.events[-1] == "end"
+    cuda_timing._side_stream.cache_clear()
 
 
 @pytest.mark.parametrize("text", ["32/8", "a/b/c", "32/5/64", "0/1/64"])
