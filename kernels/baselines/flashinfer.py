@@ -38,7 +38,7 @@ def prepare_cascade(tree: PagedTree, shape: HeadShape, device: torch.device) -> 
     """The two-part cascade; one part where less than a page is committed.
 
     Raises:
-        ValueError: FlashInfer is not installed.
+        ValueError: FlashInfer cannot be imported.
     """
     library = _library()
     num_full = tree.num_context // tree.page_size
@@ -67,7 +67,7 @@ def prepare_xqa(tree: PagedTree, shape: HeadShape, device: torch.device) -> Prep
     """XQA with the tree as the mask of its draft block.
 
     Raises:
-        ValueError: FlashInfer is not installed, or XQA has no such page size or dtype.
+        ValueError: FlashInfer cannot be imported, or XQA has no such page size or dtype.
     """
     library = _library()
     num_nodes = tree.ancestors.shape[0]
@@ -157,7 +157,7 @@ def _library() -> Any:
         import flashinfer
     except ImportError as error:
         raise ValueError(
-            "FlashInfer is not installed: install flashinfer-python to compare with it, or leave "
-            "the method out"
+            f"FlashInfer cannot be imported ({error}): install flashinfer-python to compare with "
+            "it, or leave the method out"
         ) from error
     return flashinfer

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from specdeft.kernels.deft_flatten import tree_attention
 from specdeft.kernels.launch_shape import LaunchShape, TileShape, launch_shape
-from specdeft.kernels.reference import tree_attention_reference, tree_visibility
+from specdeft.kernels.reference import tree_visibility
 from specdeft.trees.mask import mask_words_from_ancestors
-from tests.kernels.accuracy import allowed_error, relative_error
+from tests.kernels.accuracy import allowed_error, reference, relative_error
 from tests.kernels.random_trees import ancestors_and_depths
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -103,8 +103,8 @@ class Case:
             )
             kwargs: dict[str, Any] = {"visible": visible, "scale": self.dim**-0.5, **options}
             kwargs |= {"q": self.q[row], "k": self.rows[row][0], "v": self.rows[row][1]}
-            exact, exact_lse = tree_attention_reference(**kwargs)
-            dense, dense_lse = tree_attention_reference(**kwargs, dtype=self.q.dtype)
+            exact, exact_lse = reference(DEVICE, **kwargs)
+            dense, dense_lse = reference(DEVICE, self.q.dtype, **kwargs)
             limit = allowed_error(dense, exact, self.q.dtype)
             assert relative_error(out[row], exact) <= limit
             limit = allowed_error(dense_lse, exact_lse, torch.float32)

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from specdeft.kernels.forest_attention import allocate_forest_scratch, forest_attention
-from specdeft.kernels.reference import tree_attention_reference
 from specdeft.trees.forest import KVForest
 from specdeft.trees.partition import build_plan
 from specdeft.trees.plan import Partition
-from tests.kernels.accuracy import allowed_error, relative_error
+from tests.kernels.accuracy import allowed_error, reference, relative_error
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PARTITIONS = pytest.mark.parametrize(
@@ -84,8 +83,8 @@ def _check(
         "q": q, "k": pool[0, used], "v": pool[1, used], "visible": visible,
         "scale": heads[2] ** -0.5, **options,
     }  # fmt: skip
-    exact, exact_lse = tree_attention_reference(**expected)
-    dense, _ = tree_attention_reference(**expected, dtype=dtype)
+    exact, exact_lse = reference(DEVICE, **expected)
+    dense, _ = reference(DEVICE, dtype, **expected)
     assert relative_error(out, exact) <= allowed_error(dense, exact, dtype)
     seen = exact_lse > float("-inf")
     assert torch.equal(lse.cpu() > float("-inf"), seen)
