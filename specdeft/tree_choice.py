@@ -20,8 +20,10 @@ from specdeft.trees.search import ValuedPaths, choose_size, replayed_tau
 from specdeft.trees.token_tree import TokenTree
 
 AUTO_SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-# Every size is compiled for itself, tens of seconds each: fewer are tried.
-AUTO_SIZES_COMPILED = (1, 16, 64)
+# A GPU that waits for its memory computes further rows nearly for nothing.
+AUTO_SIZES_CUDA = (*AUTO_SIZES, 96, 128)
+# Every size is compiled for itself, some seconds each: fewer are tried.
+AUTO_SIZES_COMPILED = (1, 16, 64, 128)
 LEAST_CONTEXT_CUDA = 1024  # below, attention takes a GPU no time that would change a choice
 NOTHING = ValuedPaths((), ())  # neither heads nor lookup: plain decoding
 
@@ -208,7 +210,8 @@ class TreeChoice:
     def _best_of_sizes(self) -> dict[int, TokenTree]:
         values = self._known_values()
         most = 1 + len(values.paths) + (len(values.lookup) if self._lookup != "off" else 0)
-        tried = AUTO_SIZES_COMPILED if self._engine.target.is_compiled else AUTO_SIZES
+        target = self._engine.target
+        tried = sizes_tried(target.device.type, target.is_compiled)
         return {size: tree_of(size, values, self._lookup) for size in tried if size <= most}
 
     def _of(self, request: TreeRequest) -> TokenTree:
@@ -223,6 +226,13 @@ class TreeChoice:
         if self._values is None:
             raise ValueError(NOT_CALIBRATED)
         return self._values
+
+
+def sizes_tried(device_type: str, is_compiled: bool) -> tuple[int, ...]:
+    """The tree sizes whose steps "auto" measures on a kind of device."""
+    if is_compiled:
+        return AUTO_SIZES_COMPILED
+    return AUTO_SIZES_CUDA if device_type == "cuda" else AUTO_SIZES
 
 
 def _described(tree: TokenTree) -> str:

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from specdeft import GenerationConfig, SpecDecoder
+from specdeft.heads.calibration import REPLAYED_SIZES
 from specdeft.heads.medusa import HeadsConfig, MedusaHeads
+from specdeft.tree_choice import sizes_tried
 from specdeft.trees.search import ReplayedTau, ValuedPaths
 from specdeft.trees.token_tree import TokenTree
 from tests.core.tiny import VOCAB_SIZE, ByteTokenizer, prompt_ids, tiny_model
@@ -124,3 +126,13 @@ def test_batches_are_paced_together_and_stay_exact(monkeypatch: pytest.MonkeyPat
     for row, (prompt, result) in enumerate(zip(prompts, together, strict=True)):
         alone = decoder.plain(prompt, sequence=row, **asked)
         assert result.token_ids == alone.token_ids
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_gpu_is_tried_with_every_size_that_was_replayed_at_the_top(is_compiled: bool) -> None:
+    sizes = sizes_tried("cuda", is_compiled)
+    assert sizes[0] == 1
+    assert list(sizes) == sorted(set(sizes))
+    assert max(sizes) == max(REPLAYED_SIZES)  # beyond, nothing more would be expected
+    assert set(sizes[1:]) <= set(REPLAYED_SIZES)
+    assert max(sizes_tried("cpu", False)) < max(sizes)
