@@ -83,13 +83,15 @@ def finish(processes: Sequence[int]) -> None:
             raise SystemExit(f"a run that was left alone ended with status {status}")
 
 
-def kill(processes: Sequence[int], only: int | None) -> None:
-    """SIGKILL to all, or to the one of this number: then the others end by themselves in time."""
+def kill(processes: Sequence[int], only: int | None) -> bool:
+    """SIGKILL to all, or to the one of this number: then the others end by themselves in time.
+    False if they had ended before."""
     chosen = processes if only is None else [processes[only]]
-    for process in chosen:
+    ended = {process for process in processes if os.waitpid(process, os.WNOHANG)[0]}
+    for process in set(chosen) - ended:
         os.kill(process, signal.SIGKILL)
     deadline = time.monotonic() + PATIENCE_S
-    waiting = set(processes)
+    waiting = set(processes) - ended
     while waiting and time.monotonic() < deadline:
         waiting -= {process for process in waiting if os.waitpid(process, os.WNOHANG)[0]}
         time.sleep(POLL_S)
@@ -98,6 +100,7 @@ def kill(processes: Sequence[int], only: int | None) -> None:
         os.waitpid(process, 0)
     if waiting:
         raise SystemExit("a process that had lost another one did not end")
+    return not ended
 
 
 class Trials(NamedTuple):
@@ -121,18 +124,20 @@ class Trials(NamedTuple):
         return {"writing": written - began, "training": time.monotonic() - written}
 
     def killed_run(self, output: Path, phase: str, delay_s: float, only: int | None) -> str:
-        """Kill a run so long after a phase began, resume it; says where it was killed."""
+        """Kill a run so long after a phase began, resume it; says where it was killed, or nothing
+        if it had ended before."""
         processes = self.start(output)
         while phase == "training" and not (output / "documents.safetensors").is_file():
             time.sleep(POLL_S)
         time.sleep(delay_s)
-        kill(processes, only)
+        killed = kill(processes, only)
         waves = len(list((output / "waves").rglob("wave-*")))
         state = output / "training_state.pt"
         step = torch.load(state, weights_only=True)["step"] if state.is_file() else 0
         finish(self.start(output, "--resume"))
         who = "all" if only is None else f"process {only}"
-        return f"{phase}, {who} after {delay_s:.3f} s: {waves} waves, {step} steps on disk"
+        where = f"{phase}, {who} after {delay_s:.3f} s: {waves} waves, {step} steps on disk"
+        return where if killed else ""
 
 
 def differences(one: Path, other: Path) -> list[str]:
@@ -173,14 +178,17 @@ def main() -> int:
         trials = Trials(options.model, options.processes, extra)
         seconds = trials.timed_run(folder / "whole")
         for phase in options.phases:
-            for number in range(options.kills):
-                output = folder / f"{phase}{number}"
+            kills = number = 0
+            while kills < options.kills:
+                output, number = folder / f"{phase}{number}", number + 1
                 delay_s = rng.uniform(0, seconds[phase])
                 only = rng.choice([None, rng.randrange(options.processes)])
                 where = trials.killed_run(output, phase, delay_s, only)
                 bad = differences(folder / "whole", output)
                 wrong += bool(bad)
-                sys.stdout.write(f"{where}: {'differs in ' + str(bad) if bad else 'the same'}\n")
+                kills += bool(where)
+                result = f"differs in {bad}" if bad else "the same"
+                sys.stdout.write(f"{where or 'ended before it was killed'}: {result}\n")
         tensors = load_file(folder / "whole" / "model.safetensors")
         if not any(bool(tensor.count_nonzero()) for tensor in tensors.values()):
             raise SystemExit("the run that was left alone learnt nothing")
