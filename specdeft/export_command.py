@@ -70,9 +70,20 @@ def main(arguments: Sequence[str]) -> int:
     else:
         files = export_heads(source, options.to, options.out)
     sys.stdout.write(f"{options.out}: {', '.join(files)} written, read again and found equal\n")
-    heads = source.heads.config.num_heads
-    sys.stdout.write(_next_step(options.to, options.out, source.base_model, heads))
+    config = source.heads.config
+    sys.stdout.write(_next_step(options.to, options.out, source.base_model, config.num_heads))
+    if options.to == "vllm":
+        sys.stdout.write(f"with vLLM up to 0.32: {_VLLM_VERSIONS}\n")
+        if config.draft_vocab_size is not None:
+            sys.stdout.write(f"draft vocabulary: {_VLLM_TOKEN_MAP}\n")
     return 0
+
+
+# Both were tried, docs/formats.md says how.
+_VLLM_VERSIONS = "0.33 serves no Medusa heads any more"
+_VLLM_TOKEN_MAP = (
+    "vLLM 0.32 refuses to load one (token_map): train with --heads-output own or shared"
+)
 
 
 def _origin(heads: str) -> Path:

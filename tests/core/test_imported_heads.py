@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -178,3 +179,9 @@ def test_the_serving_line_can_be_pasted(tmp_path: Path, capsys: Any, monkeypatch
     words = shlex.split(text.splitlines()[1])
     assert words[:4] == ["serve:", "vllm", "serve", base]
     assert json.loads(words[5])["model"] == out
+    assert text.splitlines()[2:] == ["with vLLM up to 0.32: 0.33 serves no Medusa heads any more"]
+    config = replace(made("own").config, draft_vocab_size=8)
+    MedusaHeads(config, torch.arange(8)).save("small")
+    code, text, err = run(capsys, "export", "small", "--to", "vllm", "--out", "narrow")
+    assert code == 0, err
+    assert "refuses to load one (token_map)" in text.splitlines()[-1]
