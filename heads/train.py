@@ -51,18 +51,23 @@ RECORD_NAME = "training_record.json"
 TARGET_NAME = "target"  # with --joint: the target that the heads belong to
 
 
-def new_heads(target: Target, shape: Shape, documents: Documents) -> tuple[MedusaHeads, float]:
-    """Fresh heads on the target's device, in fp32, and the share of tokens they can draft."""
-    config = HeadsConfig(
+def heads_config(target: Target, shape: Shape) -> HeadsConfig:
+    """What the heads of a target will be; ValueError if it cannot have such heads."""
+    target.check_output_layer()
+    return HeadsConfig(
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
         base_model=target.name,
         **asdict(shape),
     )
+
+
+def new_heads(target: Target, shape: Shape, documents: Documents) -> tuple[MedusaHeads, float]:
+    """Fresh heads on the target's device, in fp32, and the share of tokens they can draft."""
+    config = heads_config(target, shape)
     ids, coverage = None, 1.0
     if config.draft_vocab_size is not None:
         ids, coverage = frequent_ids(documents, config.draft_vocab_size, target.vocab_size)
-    target.check_output_layer()
     heads = MedusaHeads(config, ids).to(target.model.device)
     if config.output == "own":
         heads.init_own_output(target.model.get_output_embeddings())
@@ -205,10 +210,6 @@ def run(
         target, group = load_sharded(name, group, label=label)
     else:
         target = load_target(name, label=label)
-    if group.first:  # not before the model is there: bad input leaves nothing behind
-        write_json(options.output / RUN_NAME, as_config(options))
-    documents = _documents(options, target, group)
-    training, held_out = documents.split(options.held_out, options.seed)
     sequential = not (options.parallel or options.no_token_input)
     shape = Shape(
         num_heads=options.num_heads,
@@ -220,6 +221,11 @@ def run(
         cell_size=_cell_size(options, target) if sequential else None,
         draft_vocab_size=options.draft_vocab_size if options.heads_output == "reduced" else None,
     )
+    heads_config(target, shape)  # refused now rather than after the texts
+    if group.first:  # not before the model is there: bad input leaves nothing behind
+        write_json(options.output / RUN_NAME, as_config(options))
+    documents = _documents(options, target, group)
+    training, held_out = documents.split(options.held_out, options.seed)
     config = TrainConfig(
         loss=options.loss,
         learning_rate=options.learning_rate,

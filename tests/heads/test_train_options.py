@@ -11,6 +11,8 @@ import pytest
 from specdeft.heads.train import main
 from specdeft.heads.train_options import DOCUMENTS_NAME, RUN_NAME, as_config, parse
 
+from .conftest import make_target
+
 VALUES: list[tuple[str, Any, str]] = [
     *((name, bad, "whole number from 1") for name in ("epochs", "batch_rows") for bad in (0, -1)),
     *((name, 0, "whole number from 1") for name in ("wave_rows", "num_heads", "self_generate")),
@@ -99,6 +101,19 @@ def test_an_output_that_is_a_file_is_refused(
     assert main(["--model", "no/such", "--output", str(tmp_path / "out")]) == 2
     assert "is a file" in capsys.readouterr().err
     assert (tmp_path / "out").read_text(encoding="utf-8") == "mine"
+
+
+def test_heads_that_the_model_cannot_have_are_refused_before_texts_are_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = make_target()
+    target.model.save_pretrained(tmp_path / "tiny")
+    target.tokenizer.save_pretrained(tmp_path / "tiny")
+    command = ["--model", str(tmp_path / "tiny"), "--output", str(tmp_path / "out")]
+    too_many = ["--heads-output", "reduced", "--draft-vocab-size", "97"]
+    assert main([*command, *too_many]) == 2
+    assert "draft_vocab_size is 97" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_resuming_with_other_texts_is_refused(
