@@ -45,6 +45,7 @@ class Chosen(NamedTuple):
     """The tree of a place (context and batch), its expected tau and its step time in milliseconds
     beside that of plain decoding."""
 
+    place: Place
     tree: TokenTree
     tau: float
     step_ms: float
@@ -55,9 +56,9 @@ class Chosen(NamedTuple):
         """One line that says what was chosen and why."""
         speedup = self.tau * self.plain_ms / self.step_ms
         return (
-            f"{_described(self.tree)} by measured step cost: "
-            f"{self.step_ms:.1f} ms against {self.plain_ms:.1f} plain, {self.tau:.2f} tokens a "
-            f"step expected, {speedup:.2f}x"
+            f"{_described(self.tree)} by measured step cost: {self.step_ms:.1f} ms against "
+            f"{self.plain_ms:.1f} plain behind up to {self.place.num_context} tokens, "
+            f"{self.tau:.2f} tokens a step expected, {speedup:.2f}x"
         )
 
 
@@ -140,7 +141,8 @@ class TreeChoice:
             trees, step_ms = self._sizes(), self.step_ms(place)
             expected = {size: self._expected(tree, asked) for size, tree in trees.items()}
             size = choose_size(expected, step_ms)
-            self._chosen[key] = Chosen(trees[size], expected[size], step_ms[size], step_ms[1])
+            ms, plain_ms = step_ms[size], step_ms[1]
+            self._chosen[key] = Chosen(place, trees[size], expected[size], ms, plain_ms)
         return self._chosen[key]
 
     def tree_at(self, place: Place, asked: Asked) -> TokenTree:
