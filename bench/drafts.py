@@ -56,7 +56,7 @@ class PlannedHeads(nn.Module):
         """Start a text.
 
         Args:
-            continuation: what plain decoding gives, the first token included.
+            continuation: what decoding will give, the first token included.
             lengths: drafted tokens to be accepted at each step; repeated from the start when used
                 up, and no more than the tree is deep.
         """

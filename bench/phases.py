@@ -199,8 +199,6 @@ def measure_phases(
         with _watched(watch):
             first.generate(prompt, config=config)
         return watch.phases()
-    # The whole text once before: it may grow into another context bucket, whose graph is captured.
-    first.generate(prompt, config=config)
     stats = first.generate(prompt, config=config).stats
     if stats.num_steps < 2:
         return []

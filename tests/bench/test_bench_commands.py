@@ -472,6 +472,30 @@ def test_the_gate_in_sixteen_bits_lets_near_ties_pass_and_nothing_else():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_planned_drafts_follow_their_own_text_where_rounding_parts_it(temperature):
+    """Plain decoding's text is another one here from the fourth token on, as after a near tie."""
+    bench = tiny_bench(torch.bfloat16)
+    config = GenerationConfig(max_new_tokens=30, temperature=temperature, ignore_eos=True)
+    plain = DecoderRow("plain", bench)
+    honest = plain.run
+
+    def parted(prompt, config) -> Run:
+        run = honest(prompt, config)
+        other = tuple((token + 1) % VOCAB_SIZE for token in run.token_ids[3:])
+        return dataclasses.replace(run, token_ids=(*run.token_ids[:3], *other))
+
+    expected = honest(prompt_ids(7), config).token_ids
+    plain.run = parted  # type: ignore[method-assign]
+    oracle = PlannedRow("oracle", "chain-2", bench, plain).run(prompt_ids(7), config)
+    assert set(oracle.per_step_accepted[:-1]) == {2}
+    random = PlannedRow("random", "deft-32", bench, plain).run(prompt_ids(7), config)
+    assert set(random.per_step_accepted) == {0}
+    # What is planned decides nothing: the text is the target's own.
+    assert oracle.token_ids[:3] == random.token_ids[:3] == expected[:3]
+    assert oracle.token_ids[3] == expected[3]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("fields", [{}, {"sequential": True, "token_input": True}])
 def test_planned_drafts_accept_as_planned_and_change_nothing(temperature, fields):
     bench = tiny_bench(**fields)
