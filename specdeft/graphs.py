@@ -148,7 +148,10 @@ class StepGraphs:
         graph = torch.cuda.CUDAGraph()
         try:
             # What other threads do on the device meanwhile is theirs.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with (
+                _capturing,
+                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+            ):
                 self._step(tree, max_context)
         except torch.cuda.OutOfMemoryError:
             raise
