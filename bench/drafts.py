@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from specdeft.heads.best_tokens import BestTokens, best_tokens
 from specdeft.heads.medusa import MedusaHeads
 from specdeft.trees.draft_plan import draft_plan
 from specdeft.trees.token_tree import TokenTree
@@ -68,15 +69,23 @@ class PlannedHeads(nn.Module):
         self._root_at.zero_()
 
     def draft(
-        self, hidden: Tensor, root: Tensor, embed: nn.Module, output_layer: nn.Module, top_k: int
+        self,
+        hidden: Tensor,
+        root: Tensor,
+        embed: nn.Module,
+        output_layer: nn.Module,
+        top_k: int,
+        best: BestTokens = best_tokens,
     ) -> Tensor:
         """Token ids [1, K, top_k] int64, as `MedusaHeads.draft`."""
         nothing: Tensor | int = 0
         if self._real is not None:
             if self._real.config.sequential:
-                real = self._real.draft_tree(hidden, root, embed, output_layer, self._levels)
+                real = self._real.draft_tree(
+                    hidden, root, embed, output_layer, self._levels, best=best
+                )
             else:
-                real = self._real.draft(hidden, root, embed, output_layer, top_k)
+                real = self._real.draft(hidden, root, embed, output_layer, top_k, best)
             # No token is below 0, which a compiler does not know: what is not used it leaves out.
             nothing = (real.amin() < 0).to(torch.int64)
         # Indexing with a tensor of no dimension would read it on the host.

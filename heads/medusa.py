@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm, silu
 
-from specdeft.heads.best_tokens import best_tokens
+from specdeft.heads.best_tokens import BestTokens, best_tokens
 from specdeft.heads.eight_bit import Product
 from specdeft.trees.draft_plan import DraftLevel
 
@@ -243,21 +243,27 @@ class MedusaHeads(nn.Module):
 
     @torch.no_grad()
     def draft(
-        self, hidden: Tensor, root: Tensor, embed: nn.Module, output_layer: nn.Module, top_k: int
+        self,
+        hidden: Tensor,
+        root: Tensor,
+        embed: nn.Module,
+        output_layer: nn.Module,
+        top_k: int,
+        best: BestTokens = best_tokens,
     ) -> Tensor:
         """Token ids int64 [B,K,top_k], best first, drafted for positions root+1 .. root+K.
 
         hidden [B,H]: the target's hidden state after the final norm at the position that decided
-        root int64 [B]; embed, output_layer: the target's own modules. Runs on the device without
-        a host sync, so it can be captured in a CUDA graph.
+        root int64 [B]; embed, output_layer: the target's own modules; best: finds the best columns.
+        Runs on the device without a host sync, so it can be captured in a CUDA graph.
         """
         if not 1 <= top_k <= self.config.num_logits:
             raise ValueError(
                 f"top_k is {top_k}: give a number from 1 to {self.config.num_logits}, "
                 "the tokens these heads can draft."
             )
-        best = best_tokens(self(hidden, root, embed, output_layer), top_k).transpose(0, 1)
-        return best if self.draft_ids is None else self.draft_ids[best]
+        found = best(self(hidden, root, embed, output_layer), top_k).transpose(0, 1)
+        return found if self.draft_ids is None else self.draft_ids[found]
 
     @torch.no_grad()
     def draft_along(
@@ -284,12 +290,13 @@ class MedusaHeads(nn.Module):
         output_layer: nn.Module,
         levels: Sequence[DraftLevel],
         product: Product = linear,
+        best: BestTokens = best_tokens,
     ) -> Tensor:
         """Tokens int64 [B,N] of a tree's nodes by sequential heads, level by level.
 
         hidden [B,H] decided root int64 [B]; levels: `trees.draft_plan` of the tree; product: how
-        the weights are multiplied with. Every node that has children guesses them behind its own
-        token. No host sync.
+        the weights are multiplied with; best: finds the best columns. Every node that has children
+        guesses them behind its own token. No host sync.
         """
         num_nodes = 1 + sum(level.child.numel() for level in levels)
         tokens = root[:, None].expand(-1, num_nodes).clone()
@@ -298,9 +305,8 @@ class MedusaHeads(nn.Module):
             before = embed(tokens.index_select(1, level.inner))
             x = self._advance(head, x.index_select(1, level.previous), before, product)
             states = self._projected(head, x, product)
-            best = self._logits_of(head, states, output_layer, product)
-            best = best_tokens(best, level.top_k)
-            drafted = best.flatten(1).index_select(1, level.row * level.top_k + level.rank)
+            found = best(self._logits_of(head, states, output_layer, product), level.top_k)
+            drafted = found.flatten(1).index_select(1, level.row * level.top_k + level.rank)
             if self.draft_ids is not None:
                 drafted = self.draft_ids[drafted]
             tokens.index_copy_(1, level.child, drafted)

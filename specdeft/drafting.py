@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from specdeft.batch import Batch
+from specdeft.best_columns import best_columns
 from specdeft.heads.eight_bit import Product
 from specdeft.heads.medusa import MedusaHeads
 from specdeft.model import TargetModel
@@ -45,8 +46,10 @@ def _draft_by_heads(
     embedding, output = target.embedding, target.output_layer
     if heads.config.sequential:
         drafted = heads.draft_tree(
-            batch.hidden, batch.root, embedding, output, tree.draft_levels, product
+            batch.hidden, batch.root, embedding, output, tree.draft_levels, product, best_columns
         )
         return drafted[:, 1:]
-    drafted = heads.draft(batch.hidden, batch.root, embedding, output, tree.tree.top_k)
+    drafted = heads.draft(
+        batch.hidden, batch.root, embedding, output, tree.tree.top_k, best_columns
+    )
     return drafted.flatten(1).index_select(1, tree.draft_index)

@@ -124,7 +124,13 @@ class ScriptedHeads(nn.Module):
         return id(self)
 
     def draft(
-        self, hidden: Tensor, root: Tensor, embed: nn.Module, output_layer: nn.Module, top_k: int
+        self,
+        hidden: Tensor,
+        root: Tensor,
+        embed: nn.Module,
+        output_layer: nn.Module,
+        top_k: int,
+        best: Any = None,
     ) -> Tensor:
         assert int(root) == self.continuation[self.at], "the script and the decoding drifted apart"
         length = self.lengths[self.step % len(self.lengths)]
@@ -186,7 +192,13 @@ class DeviceScriptedHeads(nn.Module):
         self.step.zero_()
 
     def draft(
-        self, hidden: Tensor, root: Tensor, embed: nn.Module, output_layer: nn.Module, top_k: int
+        self,
+        hidden: Tensor,
+        root: Tensor,
+        embed: nn.Module,
+        output_layer: nn.Module,
+        top_k: int,
+        best: Any = None,
     ) -> Tensor:
         length = self.script.index_select(0, (self.step % len(self.script))[None])
         last = len(self.continuation) - 1
@@ -222,7 +234,13 @@ class SuccessorHeads(nn.Module):
         self.table = torch.tensor(rows, device=device)
 
     def draft(
-        self, hidden: Tensor, root: Tensor, embed: nn.Module, output_layer: nn.Module, top_k: int
+        self,
+        hidden: Tensor,
+        root: Tensor,
+        embed: nn.Module,
+        output_layer: nn.Module,
+        top_k: int,
+        best: Any = None,
     ) -> Tensor:
         heads, token = [], root
         for _ in range(self.config.num_heads):
