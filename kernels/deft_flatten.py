@@ -338,7 +338,7 @@ def tree_attention(
         "HAS_SINKS": sinks is not None,
         # Either kernel starts while the one before it ends, and waits for its results before
         # reading any.
-        **({"launch_pdl": True} if _can_start_early(q) else {}),
+        **({"launch_pdl": True} if can_start_early(q) else {}),
     }
     given = {
         "q_ptr": q,
@@ -385,7 +385,7 @@ def tree_attention(
             WINDOW=window or 0,
             CAPPED=softcap is not None,
             PRECISION=dot_precision(q),
-            PDL=_can_start_early(q),
+            PDL=can_start_early(q),
             num_stages=tile.num_stages,
             **given,
             **shared,
@@ -399,7 +399,7 @@ def tree_attention(
             MERGED=merged,
             SPLITS_PADDED=splits_padded,
             WINDOW=window or 0,
-            PDL=_can_start_early(q),
+            PDL=can_start_early(q),
             num_warps=merge_warps(merged * splits_padded * dim_padded),
             **shared,
         )
@@ -424,7 +424,7 @@ def merged_rows(splits_padded: int, head_dim: int, tile_rows: int) -> int:
     return max(1, min(rows, tile_rows, 8))
 
 
-def _can_start_early(q: Tensor) -> bool:
+def can_start_early(q: Tensor) -> bool:
     """Whether the device has programmatic dependent launch."""
     return q.is_cuda and torch.cuda.get_device_capability(q.device)[0] >= 9
 

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdeft.kernels.commit_triton import slot_of
+from specdeft.kernels.deft_flatten import can_start_early
 
 
 @triton.jit
@@ -38,9 +39,13 @@ def _store_kernel(
     PAGE_SIZE: tl.constexpr,
     PAGED: tl.constexpr,
     COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     i_token = tl.program_id(0).to(tl.int64)
     i_sequence = tl.program_id(1).to(tl.int64)
+    if PDL:  # launched while the kernel before still ends: what it wrote is complete from here on
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     position = tl.load(lengths_ptr + i_sequence).to(tl.int64) + i_token
     table_row = page_table_ptr + i_sequence * table_stride
     slot = slot_of(position, table_row, i_sequence * capacity, PAGE_SIZE, PAGED)
@@ -86,6 +91,7 @@ def store_kv(
         )
     if not num_new:
         return
+    early = can_start_early(k)
     _store_kernel[(num_new, batch)](
         k_ptr=k,
         v_ptr=v,
@@ -107,5 +113,7 @@ def store_kv(
         PAGE_SIZE=page_size,
         PAGED=page_table is not None,
         COLUMNS=triton.next_power_of_2(columns),
+        PDL=early,
         num_warps=max(1, min(8, triton.next_power_of_2(columns) // 256)),
+        **({"launch_pdl": True} if early else {}),
     )

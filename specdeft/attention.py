@@ -6,7 +6,7 @@ copies the cache.
 """
 
 from enum import Enum
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -118,17 +118,22 @@ class TritonAttention:
         self._store = store_kv
         self._tree_attention = tree_attention
         self._cache = cache
-        device = cache.keys.device
         self._place: dict[str, Any] = {
             "lengths": batch.lengths,
             "page_table": batch.page_table,
             "page_size": cache.page_size,
             "capacity": cache.page_size * batch.page_table.shape[1],
         }
-        self._shape: dict[str, Any] = {
+        self._num_new, self._tree, self._max_context = num_new, tree, max_context
+
+    @cached_property
+    def _shape(self) -> dict[str, Any]:
+        device = self._cache.keys.device
+        num_new, tree = self._num_new, self._tree
+        return {
             "mask_words": tree.mask_words if tree else chain_words(num_new, device),
             "depths": (tree.depths if tree else torch.arange(num_new, device=device)).int(),
-            "max_context": max_context,
+            "max_context": self._max_context,
         }
 
     def attend(

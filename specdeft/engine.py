@@ -34,6 +34,8 @@ from specdeft.trees.token_tree import TokenTree
 PREFILL_CHUNK_TOKENS = 512
 # A GPU is kept busy by more rows, and the host launches fewer of them.
 PREFILL_CHUNK_TOKENS_CUDA = 2048
+# The first chunk, where torch's fused causal attention reads it (`attention.FirstChunkAttention`).
+FIRST_CHUNK_TOKENS = 8192
 PAGE_SIZE_TOKENS = 128
 
 
@@ -57,6 +59,16 @@ def _decide(
     return Decision(outcome, outcome.bonus, output.hidden.gather(1, last)[:, 0], positions)
 
 
+def _advance(batch: Batch, tree: TreeTensors, decision: Decision) -> None:
+    outcome = decision.outcome
+    batch.root.copy_(decision.root)
+    batch.hidden.copy_(decision.hidden)
+    batch.emitted[:, : tree.num_levels] = outcome.emitted
+    batch.record(decision.positions, outcome.emitted)
+    batch.counts.copy_(outcome.num_accepted + 1)
+    batch.lengths.add_(batch.counts).mul_(batch.active)
+
+
 @dataclass(frozen=True)
 class Engine:
     """The target, its heads and the kernels they run on; holds no state of a generation.
@@ -75,9 +87,21 @@ class Engine:
 
     @property
     def chunk_tokens(self) -> int:
-        """Most tokens of a prompt that one forward reads."""
+        """Most tokens of a prompt that one forward reads behind others."""
         on_cuda = self.target.device.type == "cuda"
         return PREFILL_CHUNK_TOKENS_CUDA if on_cuda else PREFILL_CHUNK_TOKENS
+
+    @property
+    def first_chunk_tokens(self) -> int:
+        """Most tokens that the first forward of a prompt reads."""
+        fused = self.kernels is KernelChoice.TRITON and self.target.dtype != torch.float32
+        return FIRST_CHUNK_TOKENS if fused and self.target.sees_all else self.chunk_tokens
+
+    def chunks(self, tokens: Tensor, num_before: int) -> list[Tensor]:
+        """Tokens [T] behind ``num_before`` others, as forwards read them."""
+        first = self.chunk_tokens if num_before else self.first_chunk_tokens
+        begin, rest = tokens[:first], tokens[first:]
+        return [begin, *rest.split(self.chunk_tokens)] if len(rest) else [begin]
 
     def new_cache(self, capacity: int) -> KVTree:
         """A cache for one sequence of ``capacity`` tokens, drafted ones included."""
@@ -136,7 +160,7 @@ class Engine:
         The KV tree's own count is advanced. Returns logits and hidden state of the last token.
         """
         (sequence,) = batch.sequences
-        for chunk in tokens.split(self.chunk_tokens):
+        for chunk in self.chunks(tokens, cache.length(sequence)):
             start, num_new = cache.length(sequence), len(chunk)
             output = self.target.forward(
                 chunk[None],
@@ -236,12 +260,8 @@ class Engine:
             page_size=cache.page_size,
             capacity=cache.page_size,
         )
-        batch.root.copy_(decision.root)
-        batch.hidden.copy_(decision.hidden)
-        batch.emitted[:, : tree.num_levels] = outcome.emitted
-        batch.record(decision.positions, outcome.emitted)
-        torch.add(outcome.num_accepted, 1, out=batch.counts)
-        batch.lengths.add_(batch.counts).mul_(batch.active)
+        advance = self._fused[2] if self.is_compiled else _advance
+        advance(batch, tree, decision)
 
     @cached_property
     def _product(self) -> Product:
@@ -250,10 +270,12 @@ class Engine:
         return EightBitProducts() if on_cpu and not self.is_compiled else linear
 
     @cached_property
-    def _fused(self) -> tuple[Callable[..., Tensor], Callable[..., Decision]]:
-        return compiled(drafting.draft_tokens), compiled(_decide)
+    def _fused(
+        self,
+    ) -> tuple[Callable[..., Tensor], Callable[..., Decision], Callable[..., None]]:
+        return compiled(drafting.draft_tokens), compiled(_decide), compiled(_advance)
 
     @property
     def is_compiled(self) -> bool:
-        """Whether draft, layers and decision are fused by torch.compile."""
+        """Whether draft, layers, decision and what they leave are fused by torch.compile."""
         return self.target.is_compiled

@@ -19,6 +19,8 @@ from torch.nn.functional import linear
 
 from specdeft.kernels.linear_tile import LinearTile, linear_tile
 
+# More rows are bound by arithmetic, and parts that stand apart in memory slow what reads them next.
+_MOST_JOINED_ROWS = 256
 # Siblings by name: they are called in this order, with the same input.
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -28,6 +30,7 @@ class _Group:
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self.layers = tuple(layers)
+        self.later = [_Later(self, layer) for layer in layers[1:]]
         self._sizes = [layer.out_features for layer in layers]
         # A tuple: older compilers cannot follow a list that is kept here and popped.
         self._pending: tuple[Tensor, ...] = ()
@@ -52,17 +55,37 @@ class _Group:
         if self._current_addresses() != self._addresses:
             self._join()
 
-    def first(self, x: Tensor) -> Tensor:
-        """The product of all; the later siblings take theirs from it."""
+    def forward(self, x: Tensor) -> Tensor:
+        """The first sibling's product, and with not too many rows those of all."""
+        if _are_many(x):
+            return project(x, self.layers[0].weight, self.layers[0].bias)
         out = project(x, self._weight, self._bias)
         parts = out.split(self._sizes, dim=-1)
         self._pending = parts[1:]
         return cast(Tensor, parts[0])
 
-    def later(self, _x: Tensor) -> Tensor:
-        """The next sibling's part."""
+    def take(self) -> Tensor:
+        """The next sibling's product."""
         mine, self._pending = self._pending[0], self._pending[1:]
         return mine
+
+
+class _Later:
+    """A sibling that is not the first one."""
+
+    def __init__(self, group: _Group, layer: nn.Linear) -> None:
+        self._group = group
+        self._layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Its product."""
+        if _are_many(x):
+            return project(x, self._layer.weight, self._layer.bias)
+        return self._group.take()
+
+
+def _are_many(x: Tensor) -> bool:
+    return x.numel() // x.shape[-1] > _MOST_JOINED_ROWS
 
 
 class _Single:
@@ -110,10 +133,9 @@ class FusedLinears:
         # Past nn.Module's own bookkeeping of attributes, which costs more than the rest.
         for group in self._groups:
             group.refresh()
-            first, *later = group.layers
-            first.__dict__["forward"] = group.first
-            for layer in later:
-                layer.__dict__["forward"] = group.later
+            parts: tuple[_Group | _Later, ...] = (group, *group.later)
+            for layer, part in zip(group.layers, parts, strict=True):
+                layer.__dict__["forward"] = part.forward
         for single in self._singles:
             single.layer.__dict__["forward"] = single.forward
         try:

@@ -65,7 +65,7 @@ def plan_memory(
     given_back = 0 if replaced is None else replaced.num_bytes
     return MemoryPlan(
         kv=engine.target.shape.num_bytes(num_slots, engine.target.dtype),
-        scratch=_scratch_bytes(engine, len(capacities) * num_nodes, is_greedy),
+        scratch=_scratch_bytes(engine, len(capacities) * num_nodes, max(capacities), is_greedy),
         free=free + given_back,
     )
 
@@ -83,11 +83,12 @@ def free_bytes(device: torch.device) -> int | None:
     return int(known["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in known else None
 
 
-def _scratch_bytes(engine: Engine, num_rows: int, is_greedy: bool) -> int:
+def _scratch_bytes(engine: Engine, num_rows: int, longest: int, is_greedy: bool) -> int:
     """Activations of the wider of a step and a prompt chunk, and a step's logits."""
     target = engine.target
     inner = int(getattr(target.config, "intermediate_size", 0) or 4 * target.hidden_size)
-    rows = max(num_rows, engine.chunk_tokens)
+    chunk = max(engine.chunk_tokens, engine.first_chunk_tokens)
+    rows = max(num_rows, min(chunk, longest))
     activations = rows * (6 * target.hidden_size + 4 * inner) * target.dtype.itemsize
     # Scores, noise and their sum in float32 where tokens are drawn.
     logits = num_rows * target.vocab_size * (target.dtype.itemsize + (0 if is_greedy else 12))

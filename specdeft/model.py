@@ -22,6 +22,8 @@ from specdeft.fused_linears import FusedLinears
 from specdeft.kv_tree import KVShape
 
 ATTENTION_NAME = "specdeft"
+# Rotations that read nothing but positions; the others look at the longest one on the host.
+_FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 
 
 class LayerAttention(Protocol):
@@ -161,6 +163,15 @@ class TargetModel:
         return dtype
 
     @property
+    def sees_all(self) -> bool:
+        """Whether plain attention is all that its layers do: no windows, no softcap, no sinks."""
+        kinds = getattr(self.config, "layer_types", None)
+        if kinds is None:
+            kinds = ["sliding_attention"] if getattr(self.config, "sliding_window", None) else []
+        softcap = getattr(self.config, "attn_logit_softcapping", None)
+        return "sliding_attention" not in kinds and softcap is None
+
+    @property
     def is_compiled(self) -> bool:
         """Whether tree forwards are fused by torch.compile."""
         return bool(self._compiled)
@@ -201,7 +212,16 @@ class TargetModel:
                 f"{type(self.model).__name__} has no list of {self.shape.num_layers} layers that "
                 "could be compiled one by one: use compile=False"
             )
-        self._compiled = [(layer, compiled(layer.forward)) for layer in layers]
+        edges = [module for module in self._edges() if isinstance(module, nn.Module)]
+        self._compiled = [(module, compiled(module.forward)) for module in (*layers, *edges)]
+
+    def _edges(self) -> Iterator[Any]:
+        """What runs before and after the layers, where it is found: rotations and the last norm."""
+        base = self.model.base_model
+        rotation = getattr(base, "rotary_emb", None)
+        if getattr(rotation, "rope_type", None) in _FIXED_ROPE:
+            yield rotation
+        yield getattr(base, "norm", None)
 
     def _tapped_forward(
         self, input_ids: Tensor, position_ids: Tensor, last_only: bool

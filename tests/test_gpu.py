@@ -213,6 +213,43 @@ def test_sixteen_bit_text_passes_the_tiers(dtype: torch.dtype, compile: bool) ->
             assert decoder.compare(result, wanted, config, sequence=row).passed
 
 
+@pytest.mark.parametrize("num_left", [1, 2, 5, 33])
+def test_the_end_of_the_context_in_graphs(num_left: int) -> None:
+    """Nodes that stand past the last position change nothing before it."""
+    model = on_gpu("llama")
+    end = model.config.max_position_embeddings
+    prompt = prompt_ids(end - num_left)
+    plain = SpecDecoder(model, ByteTokenizer(), cuda_graphs=False)
+    expected = plain.generate(prompt, eos_token_ids=())
+    assert expected.finish_reason == "context"
+    heads = SuccessorHeads([expected.token_ids], "cuda")
+    decoder = SpecDecoder(model, ByteTokenizer(), heads, tree="deft-64")
+    for _ in range(2):  # captured, then replayed from the start
+        result = decoder.generate(prompt, eos_token_ids=())
+        assert result.token_ids == expected.token_ids
+        assert result.finish_reason == "context"
+        assert len(result.token_ids) == num_left
+
+
+def test_two_decoders_take_turns_on_one_model() -> None:
+    model = on_gpu("llama")
+    request: dict[str, Any] = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 0.7}
+    prompts = [prompt_ids(9, seed=seed) for seed in (1, 2)]
+    plain = SpecDecoder(model, ByteTokenizer(), cuda_graphs=False)
+    expected = [plain.generate(prompt, **request).token_ids for prompt in prompts]
+    heads = SuccessorHeads(expected, "cuda")
+    decoders = [
+        SpecDecoder(model, ByteTokenizer(), heads, tree=tree) for tree in ("deft-32", "deft-64")
+    ]
+    streams = [
+        decoder.stream(prompt, **request) for decoder, prompt in zip(decoders, prompts, strict=True)
+    ]
+    going = [iter(stream) for stream in streams]
+    while going:
+        going = [pieces for pieces in going if next(pieces, None) is not None]
+    assert [stream.result.token_ids for stream in streams if stream.result] == expected
+
+
 # ---- faults
 
 
@@ -234,6 +271,37 @@ def test_short_memory_at_capture_is_said_and_decoded_eagerly(
         result = decoder.generate(prompt_ids(9), **request)
     assert result.token_ids == expected
     assert len(attempts) == 2  # once more without the other graphs, then not again
+
+
+def test_memory_that_runs_out_at_capture_costs_speed_not_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The allocator itself says so: while a step is captured the process may take nothing more."""
+    model = on_gpu("llama")
+    request: dict[str, Any] = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True}
+    expected = SpecDecoder(model, ByteTokenizer()).generate(prompt_ids(9), **request).token_ids
+    total = torch.cuda.get_device_properties(0).total_memory
+    capture = StepGraphs._warm_and_capture
+    attempts: list[int] = []
+
+    def short(graphs: StepGraphs, tree: Any, max_context: int) -> Any:
+        attempts.append(max_context)
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
+        try:
+            return capture(graphs, tree, max_context)
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+
+    monkeypatch.setattr(StepGraphs, "_warm_and_capture", short)
+    decoder = SpecDecoder(model, ByteTokenizer(), tree=1)
+    with pytest.warns(RuntimeWarning, match="no memory is left to capture a step of"):
+        result = decoder.generate(prompt_ids(9), **request)
+    assert result.token_ids == expected
+    assert len(attempts) == 2
+    monkeypatch.setattr(StepGraphs, "_warm_and_capture", capture)
+    again = SpecDecoder(model, ByteTokenizer(), tree=1).generate(prompt_ids(9), **request)
+    assert again.token_ids == expected
 
 
 def test_what_cannot_fit_is_refused_with_the_numbers() -> None:

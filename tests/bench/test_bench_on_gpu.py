@@ -8,7 +8,7 @@ from specdeft.bench import cli
 
 pytestmark = pytest.mark.gpu
 MODEL = ["--model", "random:llama-tiny", "--heads", "random", "--device", "cuda"]
-WORK = ["--trees", "deft-32", "--input-len", "6,1000", "--output-len", "41", "--lossy"]
+WORK = ["--trees", "deft-32", "--input-len", "10,1000", "--output-len", "41", "--lossy"]
 
 
 def test_latency_with_planned_drafts(capsys, tmp_path):
@@ -19,7 +19,7 @@ def test_latency_with_planned_drafts(capsys, tmp_path):
     cli.main(arguments)
     rows = {row["row"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
     replayed = rows["replay(deft-32)"]["by_kind"]
-    assert replayed["6 tokens"]["mean_acceptance_length"] == pytest.approx(2.0)
+    assert replayed["10 tokens"]["mean_acceptance_length"] == pytest.approx(2.0)
     assert replayed["1000 tokens"]["mean_acceptance_length"] == pytest.approx(5.0)
     assert rows["oracle(deft-32)"]["mean_acceptance_length"] == pytest.approx(5.0)
     assert rows["random(deft-32)"]["mean_acceptance_length"] == pytest.approx(1.0)

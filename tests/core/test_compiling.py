@@ -40,7 +40,7 @@ def heads(sequential: bool) -> MedusaHeads:
     return MedusaHeads(config)
 
 
-# Kinds of layers; the draft and the decision are one form each.
+# Kinds of layers; the draft, the decision, what it leaves, rotation and last norm: a form each.
 @pytest.mark.parametrize(("family", "kinds"), [("llama", 1), ("qwen2-window", 2), ("phi3", 1)])
 def test_a_form_per_kind_of_layer_not_per_layer(family: str, kinds: int, counter: Any) -> None:
     model, prompt = tiny_model(family), prompt_ids(9)
@@ -53,8 +53,8 @@ def test_a_form_per_kind_of_layer_not_per_layer(family: str, kinds: int, counter
     # The last step needs no drafts: the one-node tree is a second size.
     assert decoder.generate(prompt, **request).token_ids == expected.token_ids
     sizes = 2
-    assert counter.frame_count <= sizes * (kinds + 2)
-    assert counter.frame_count >= sizes * kinds + 2
+    assert counter.frame_count <= sizes * (kinds + 5)
+    assert counter.frame_count >= sizes * kinds + 5
     before = counter.frame_count
     assert decoder.generate(prompt, **request).token_ids == expected.token_ids
     assert counter.frame_count == before  # nothing is traced again

@@ -53,6 +53,18 @@ def test_joined_gives_the_same_values_from_one_weight(bias: bool) -> None:
     assert len(storages) == (2 if bias else 1)
 
 
+def test_many_rows_are_multiplied_apart_and_lie_together() -> None:
+    module, x = Recorder(bias=True), torch.randn(257, 6)
+    expected = module(x)
+    with FusedLinears(module, nn.Identity()).installed():
+        few, many = module(x[:256]), module(x)
+    for part, product, wanted in zip(few, many, expected, strict=True):
+        assert product.is_contiguous()
+        assert not part.is_contiguous()
+        torch.testing.assert_close(product, wanted)
+        torch.testing.assert_close(part, wanted[:256])
+
+
 def test_a_second_decoder_of_a_model_joins_nothing_again() -> None:
     module = Recorder()
     FusedLinears(module, nn.Identity())
