@@ -1,5 +1,6 @@
 """What is drawn: charts as data, rendered to SVG by `svg` and to PNG by `plots`."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -78,3 +79,11 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
     first = int(low / step) * step
     marks = [first + index * step for index in range(int(span / step) + 3)]
     return [mark for mark in marks if low - 1e-9 * span <= mark <= high + 1e-9 * span]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Round numbers from ``low`` to ``high``, both above 0, evenly in the logarithm: 1, 2 and 5
+    times powers of ten."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    marks = [factor * 10.0**power for power in powers for factor in (1, 2, 5)]
+    return [mark for mark in marks if low * (1 - 1e-9) <= mark <= high * (1 + 1e-9)]

@@ -7,7 +7,16 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from specdeft.bench.charts import BarChart, Chart, HeatMap, LineChart, Point, TreeChart, ticks
+from specdeft.bench.charts import (
+    BarChart,
+    Chart,
+    HeatMap,
+    LineChart,
+    Point,
+    TreeChart,
+    log_ticks,
+    ticks,
+)
 from specdeft.trees.drawing import tree_places
 
 WIDTH = 380
@@ -15,6 +24,7 @@ WIDE_WIDTH = 820
 _MOST_LEAVES = 24  # of a tree in the usual width
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 10, 8, 38
 _PLOT_HEIGHT = 190
+_LABEL_ROOM = 18  # left of the numbers of an axis, for what they are
 _LINE = 16  # height of a line of text
 _LETTER = 6.2  # mean width of a letter at the drawings' font size
 _NARROW, _WIDE = frozenset("iljtfrI.,:;'|!()[] "), frozenset("mwMW@%")
@@ -120,10 +130,12 @@ class _Axes:
         self._low, self._high = min(xs), max(xs)
         self._most = max((y for _, y in points), default=1.0) or 1.0
         self._top = top
+        widest = max(text_width(number(mark)) for mark in ticks(0.0, self._most))
+        self._left = max(_LEFT, _LABEL_ROOM + widest + 6)
 
     def at(self, point: Point) -> Point:
         span = (self._high - self._low) or 1.0
-        x = _LEFT + (self._x(point[0]) - self._low) / span * (WIDTH - _LEFT - _RIGHT)
+        x = self._left + (self._x(point[0]) - self._low) / span * (WIDTH - self._left - _RIGHT)
         return x, self._top + _PLOT_HEIGHT * (1 - point[1] / self._most)
 
     def grid(self, x_label: str, y_label: str) -> list[str]:
@@ -132,9 +144,10 @@ class _Axes:
         for mark in ticks(0.0, self._most):
             _, y = self.at((self._values_x[0], mark))
             body.append(
-                f'<line class="grid" x1="{_LEFT}" y1="{y:.1f}" x2="{WIDTH - _RIGHT}" y2="{y:.1f}"/>'
+                f'<line class="grid" x1="{self._left:.1f}" y1="{y:.1f}" x2="{WIDTH - _RIGHT}" '
+                f'y2="{y:.1f}"/>'
             )
-            body.append(_text(_LEFT - 6, y + 4, number(mark), "end"))
+            body.append(_text(self._left - 6, y + 4, number(mark), "end"))
         taken = -math.inf
         for mark in self._x_marks():
             x, _ = self.at((mark, 0.0))
@@ -145,8 +158,8 @@ class _Axes:
             x = min(x, WIDTH - half - 4)
             taken = x + half + 6
             body.append(_text(x, bottom + 16, shown))
-        middle = (_LEFT + WIDTH - _RIGHT) / 2
-        body.append(_text(middle, bottom + 32, shorten(x_label, WIDTH - _LEFT), kind="label"))
+        middle = (self._left + WIDTH - _RIGHT) / 2
+        body.append(_text(middle, bottom + 32, shorten(x_label, WIDTH - self._left), kind="label"))
         shown = shorten(y_label, _PLOT_HEIGHT)
         body.append(
             f'<text class="label" text-anchor="middle" transform="translate(11 '
@@ -158,9 +171,10 @@ class _Axes:
         return math.log2(max(value, 1e-9)) if self._is_log_x else value
 
     def _x_marks(self) -> Sequence[float]:
-        if self._is_log_x or len(self._values_x) <= 12:
+        if len(self._values_x) <= 12:
             return self._values_x
-        return ticks(self._values_x[0], self._values_x[-1])
+        low, high = self._values_x[0], self._values_x[-1]
+        return log_ticks(low, high) if self._is_log_x else ticks(low, high)
 
 
 # ---- bars

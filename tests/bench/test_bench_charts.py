@@ -6,7 +6,16 @@ from xml.etree import ElementTree
 import pytest
 
 from specdeft.bench import latency_charts, plots
-from specdeft.bench.charts import BarChart, Chart, HeatMap, LineChart, TreeChart, cumulative, ticks
+from specdeft.bench.charts import (
+    BarChart,
+    Chart,
+    HeatMap,
+    LineChart,
+    TreeChart,
+    cumulative,
+    log_ticks,
+    ticks,
+)
 from specdeft.bench.html_report import as_html
 from specdeft.bench.report import Report, Table
 from specdeft.bench.run_folder import RunFolder
@@ -26,6 +35,7 @@ CHARTS: list[Chart] = [
     TreeChart("Few leaves", named_tree("deft-32"), (0.5,) * 32),
     LineChart("Nine", "x", "y", {f"row {n} mmm": [(1, n), (2, n)] for n in range(9)}),
     TreeChart("Root", named_tree("chain-4").prune(0), (1.0,)),
+    LineChart("Many", "ms", "share", {"a": [(0.9 + n, n / 50) for n in range(50)]}, is_log_x=True),
 ]
 
 
@@ -59,6 +69,29 @@ def test_a_drawing_is_well_formed_and_stays_inside(chart):
 )
 def test_ticks_are_round(low, high, marks):
     assert ticks(low, high) == pytest.approx(marks)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "marks"),
+    [
+        (0.9, 540.0, [1, 2, 5, 10, 20, 50, 100, 200, 500]),
+        (0.03, 0.2, [0.05, 0.1, 0.2]),
+        (3.0, 4.0, []),
+    ],
+)
+def test_logarithmic_ticks_are_round(low, high, marks):
+    assert log_ticks(low, high) == pytest.approx(marks)
+
+
+@pytest.mark.parametrize("most", [0.9, 90.0, 2290.0, 123456.0])
+def test_the_numbers_of_an_axis_do_not_touch_what_they_are(most):
+    line = [(1.0 + n, most * n / 20) for n in range(21)]
+    root = ElementTree.fromstring(draw(LineChart("t", "x", "tokens/s", {"a": line}, is_log_x=True)))
+    numbers = [t for t in root.iter("text") if t.attrib.get("text-anchor") == "end"]
+    assert len(numbers) > 2
+    for number in numbers:
+        # The label stands upright with its middle at 11 and is as high as a line of text.
+        assert float(number.attrib["x"]) - text_width(number.text or "") >= 11 + 5
 
 
 def test_the_distribution_of_values():
