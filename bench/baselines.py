@@ -16,6 +16,7 @@ from specdeft.bench.rows import DecoderRow, Row
 from specdeft.bench.workbench import PLAIN, Workbench, tree_request
 from specdeft.config import GenerationConfig
 from specdeft.decoder import SpecDecoder
+from specdeft.heads.eight_bit import product_for
 from specdeft.loading import load_target
 from specdeft.trees.named import NAMED_TREES, named_tree
 from specdeft.trees.token_tree import TokenTree
@@ -23,6 +24,7 @@ from specdeft.trees.token_tree import TokenTree
 # As transformers' documentation suggests.
 _LOOKUP_TOKENS = 10
 _MOST_PASSES = 6  # each agrees with its plan up to the next near tie that turns, at least
+USUAL = GenerationConfig()
 
 
 class PlannedRow(DecoderRow):
@@ -35,16 +37,22 @@ class PlannedRow(DecoderRow):
         bench: Workbench,
         plain: DecoderRow,
         lengths: Sequence[Sequence[int]] | None = None,
+        config: GenerationConfig = USUAL,
     ) -> None:
         """Args: "oracle", "random" or "replay"; the tree's name; what it runs on; the row that
-        gives the continuation; for a replay, the lengths of its texts, taken in turn."""
-        shape = bench.decoder(tree).tree.head_tree if bench.heads else _tree_without_heads(tree)
+        gives the continuation; for a replay, the lengths of its texts, taken in turn; what is
+        generated, for which "auto" chooses."""
+        if bench.heads:
+            shape = bench.decoder(tree).tree_of(config, num_prompt_tokens=1).head_tree
+        else:
+            shape = _tree_without_heads(tree)
         self._heads = PlannedHeads(
             shape,
             bench.model.get_output_embeddings().weight.shape[0],
             plain.decoder.device,
             int(bench.model.config.get_text_config().max_position_embeddings),
             bench.heads,
+            product_for(plain.decoder.device, compiled=bench.compile),
         )
         heads: Any = self._heads
         decoder = SpecDecoder(
@@ -113,6 +121,7 @@ class Request:
     plain: DecoderRow
     trees: tuple[str, ...]
     options: argparse.Namespace
+    config: GenerationConfig
 
 
 def _transformers(request: Request) -> list[Row]:
@@ -148,7 +157,7 @@ def _planned(kind: str) -> Callable[[Request], list[Row]]:
         rows: dict[TokenTree, Row] = {}
         # What "auto" chooses may be asked for by its size as well: one row is enough.
         for tree in sorted(request.trees, key="auto".__eq__):
-            row = PlannedRow(kind, tree, request.bench, request.plain, lengths)
+            row = PlannedRow(kind, tree, request.bench, request.plain, lengths, request.config)
             rows.setdefault(row.decoder.tree, row)
         return list(rows.values())
 
@@ -215,6 +224,7 @@ def make_rows(
     baselines: Sequence[str],
     bench: Workbench,
     options: argparse.Namespace,
+    config: GenerationConfig = USUAL,
 ) -> list[Row]:
     """The rows of a run in order: yardsticks, plain decoding, our trees, planned drafts.
 
@@ -223,7 +233,7 @@ def make_rows(
     """
     plain = DecoderRow(PLAIN, bench)
     ours = [DecoderRow(tree, bench) for tree in trees if tree != PLAIN]
-    request = Request(bench, plain, trees, options)
+    request = Request(bench, plain, trees, options, config)
     beside = [row for name in baselines for row in BASELINES.get(name, _rival(name))(request)]
     references = [row for row in beside if not row.is_ours]
     return [*references, plain, *ours, *(row for row in beside if row.is_ours)]

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from specdeft.heads.best_tokens import BestTokens, best_tokens
+from specdeft.heads.eight_bit import Product
 from specdeft.heads.medusa import MedusaHeads
 from specdeft.trees.draft_plan import draft_plan
 from specdeft.trees.token_tree import TokenTree
@@ -34,13 +36,16 @@ class PlannedHeads(nn.Module):
         device: torch.device,
         capacity: int,
         real: MedusaHeads | None,
+        product: Product = linear,
     ) -> None:
-        """Args: the tree; ids in all; where; most tokens of a text; heads whose cost counts."""
+        """Args: the tree; ids in all; where; most tokens of a text; heads whose cost counts, and
+        how they multiply."""
         super().__init__()
         self.config: Any = SimpleNamespace(
             num_heads=max(tree.max_depth, 1), num_logits=vocab_size, sequential=False
         )
         self._real = real
+        self._product = product
         self._vocab_size = vocab_size
         self._levels = draft_plan(tree, device)
         # The path that the right tokens are put on: the first of the deepest ones.
@@ -82,7 +87,7 @@ class PlannedHeads(nn.Module):
         if self._real is not None:
             if self._real.config.sequential:
                 real = self._real.draft_tree(
-                    hidden, root, embed, output_layer, self._levels, best=best
+                    hidden, root, embed, output_layer, self._levels, self._product, best
                 )
             else:
                 real = self._real.draft(hidden, root, embed, output_layer, top_k, best)

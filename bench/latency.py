@@ -137,7 +137,7 @@ def main(arguments: Sequence[str]) -> Finished:
     began = bench.clock()
     task = prepare(task, bench, options)
     rows = [
-        *make_rows(trees, baselines, bench, options),
+        *make_rows(trees, baselines, bench, options, task.config),
         *rows_of_more_heads(trees, bench, options),
     ]
     plain = next(row for row in rows if isinstance(row, DecoderRow))
@@ -195,11 +195,13 @@ def main(arguments: Sequence[str]) -> Finished:
             if sizes
             else []
         )
-        # Prompts of other lengths may be given other trees.
+        # Prompts of other lengths and other temperatures may be given other trees.
         reports = dict.fromkeys(
-            f"{row.name}: {row.decoder.tree_report_of(greedy, len(ids))}"
+            f"{row.name}, T = {config.temperature:g}: "
+            f"{row.decoder.tree_report_of(config, len(ids))}"
             for row in rows
             if isinstance(row, DecoderRow) and row.tree_name == "auto"
+            for config in configs
             for ids in encoded
         )
         report = make_report(

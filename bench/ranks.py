@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 
 from specdeft.bench.metrics import Run
 from specdeft.bench.workbench import Workbench
-from specdeft.heads.eight_bit import EightBitProducts, Product
+from specdeft.heads.eight_bit import Product, product_for
 
 # A lookup guessed the token, or rounding moved it out of the heads' first ranks.
 UNKNOWN = -1
@@ -59,11 +59,9 @@ def kept_ranks(
 
 def _product(bench: Workbench) -> Product:
     """As the steps drafted, but for all of them at once."""
-    heads = bench.heads
-    rounds = bench.model.device.type == "cpu" and not bench.compile
-    if heads is None or not heads.config.sequential or not rounds:
+    if bench.heads is None or not bench.heads.config.sequential:
         return linear
-    return EightBitProducts(most_rows=sys.maxsize)
+    return product_for(bench.model.device, compiled=bench.compile, most_rows=sys.maxsize)
 
 
 def _rank(ranked: Sequence[int], token: int) -> int:

@@ -90,3 +90,10 @@ class _Known(NamedTuple):
 def is_readable(x: Tensor, weight: Tensor) -> bool:
     """Whether torch's kernel can read these."""
     return x.device.type == "cpu" and weight.shape[1] % _COLUMNS_MULTIPLE == 0
+
+
+def product_for(device: torch.device, *, compiled: bool, most_rows: int = MOST_ROWS) -> Product:
+    """How drafting multiplies on a device: a CPU waits for the weights, so they are rounded there;
+    compiled forms hold plain products."""
+    rounds = device.type == "cpu" and not compiled
+    return EightBitProducts(most_rows) if rounds else linear

@@ -15,14 +15,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from specdeft import drafting
 from specdeft.accept import Acceptance, accept
 from specdeft.attention import KernelChoice, make_attention
 from specdeft.batch import Batch
 from specdeft.compiling import compiled, room_for_forms
-from specdeft.heads.eight_bit import EightBitProducts, Product
+from specdeft.heads.eight_bit import Product, product_for
 from specdeft.heads.medusa import MedusaHeads
 from specdeft.kernels.commit import commit
 from specdeft.kv_tree import KVTree
@@ -265,9 +264,7 @@ class Engine:
 
     @cached_property
     def _product(self) -> Product:
-        """How drafting multiplies: on a CPU it waits for the weights, so they are rounded."""
-        on_cpu = self.target.device.type == "cpu"
-        return EightBitProducts() if on_cpu and not self.is_compiled else linear
+        return product_for(self.target.device, compiled=self.is_compiled)
 
     @cached_property
     def _fused(

@@ -23,8 +23,10 @@ from specdeft.bench.rows import DecoderRow
 from specdeft.bench.run_folder import RunFolder
 from specdeft.bench.workbench import Workbench, parse_temperatures, parse_trees
 from specdeft.config import GenerationConfig
+from specdeft.decoder import SpecDecoder
 from specdeft.heads.medusa import HeadsConfig, MedusaHeads
 from specdeft.rereading import Rereader
+from specdeft.trees.token_tree import TokenTree
 from tests.core.tiny import EOS_ID, VOCAB_SIZE, ByteTokenizer, hf_greedy, prompt_ids, tiny_model
 
 
@@ -510,6 +512,17 @@ def test_planned_drafts_accept_as_planned_and_change_nothing(temperature, fields
     assert oracle.per_step_accepted == (2,) * 10
     assert set(random.per_step_accepted) == {0}
     assert first.per_step_accepted == second.per_step_accepted == (2, 0, 1) * 5
+
+
+def test_planned_drafts_have_the_tree_that_auto_takes_for_the_request(monkeypatch):
+    def tree_of(_decoder, config, num_prompt_tokens):
+        return TokenTree.chain(config.max_new_tokens // 16).with_lookup(num_prompt_tokens)
+
+    monkeypatch.setattr(SpecDecoder, "tree_of", tree_of)
+    for num_tokens, num_nodes in ((16, 2), (32, 3)):
+        config = GenerationConfig(max_new_tokens=num_tokens)
+        rows = make_rows(("chain-4",), ("oracle",), tiny_bench(), argparse.Namespace(), config)
+        assert rows[-1].decoder.tree == TokenTree.chain(num_nodes - 1)
 
 
 def test_prompt_lookup_of_transformers_gives_the_same_text():

@@ -95,3 +95,22 @@ def test_a_compiler_does_not_leave_out_the_heads_that_are_paid_for(fields):
     with torch.inference_mode():
         compiled(torch.randn(1, 8), torch.tensor([4]), embedding, output, 3)
     assert any("topk" in name for name in kept)
+
+
+def test_the_heads_that_are_paid_for_multiply_as_those_that_draft():
+    config = HeadsConfig(
+        num_heads=2, num_layers=1, hidden_size=8, vocab_size=11, sequential=True, token_input=True
+    )
+    shapes = []
+
+    def product(x, weight, bias=None):
+        shapes.append(weight.shape)
+        return torch.nn.functional.linear(x, weight, bias)
+
+    real = MedusaHeads(config)
+    planned = PlannedHeads(TokenTree.full([3, 2]), 11, torch.device("cpu"), 20, real, product)
+    planned.plan([4, 10, 6, 7, 8], [1, 2])
+    embedding, output = torch.nn.Embedding(11, 8), torch.nn.Linear(8, 11, bias=False)
+    with torch.inference_mode():
+        planned.draft(torch.randn(1, 8), torch.tensor([4]), embedding, output, 3)
+    assert len(shapes) >= 4
