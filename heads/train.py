@@ -163,8 +163,9 @@ def _documents(options: argparse.Namespace, target: Target, group: Processes) ->
         if group.first:
             shares = [TextStore(share.with_name(str(n))) for n in range(group.size)]
             join([wave for one in shares for wave in one.waves()]).save(kept)
-            TextStore(share.parent).remove()
         group.wait()
+    if group.first:  # also what a run left that was killed right here
+        TextStore(options.output / "waves").remove()
     documents = Documents.load(kept)
     if len(documents.tokens) and int(documents.tokens.max()) >= target.vocab_size:
         raise ValueError(

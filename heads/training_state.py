@@ -52,7 +52,7 @@ def fingerprint(documents: Documents) -> str:
     """Equal for equal texts only."""
     digest = hashlib.sha256()
     for part in (documents.tokens, documents.learn, documents.offsets):
-        digest.update(part.contiguous().numpy().tobytes())
+        digest.update(part.contiguous().numpy().data)
     return digest.hexdigest()
 
 

@@ -256,6 +256,19 @@ def test_killed_runs_resume_to_the_same_files(model_folder: Path) -> None:
     assert done.stdout.endswith("0 of 2 runs differ\n")
 
 
+def test_waves_of_a_run_killed_once_its_texts_were_joined_are_removed(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    output = tmp_path / "o"
+    command = ["--model", str(model_folder), "--output", str(output), "--self-generate", "6"]
+    small = ["--wave-rows", "6", "--max-steps", "2", "--batch-rows", "32", "--held-out", "0.2"]
+    assert main([*command, *small]) == 0
+    (output / "waves" / "0").mkdir(parents=True)
+    (output / "waves" / "0" / "wave-00000.safetensors").write_bytes(b"left behind")
+    assert main([*command, *small, "--resume"]) == 0
+    assert not (output / "waves").exists()
+
+
 @pytest.mark.parametrize(
     ("more", "cell_size", "sequential"),
     [([], 64, True), (["--cell-size", "24"], 24, True), (["--cell-size", "0"], None, True)]
