@@ -326,7 +326,9 @@ def phase_figures(
     key = f"phases|{result.label}"
     known = folder.get(key)
     if known is None:
-        steps = measure_phases(row.bench, row.tree_name, ids, _short(config, _PHASE_TOKENS))
+        # The tree of the whole request: "auto" takes another one for a short one.
+        tree = row.decoder.tree_of(config, len(ids))
+        steps = measure_phases(row.bench, tree, ids, _short(config, _PHASE_TOKENS))
         known = {
             name: statistics.median(getattr(step, name) for step in steps)
             for name in StepPhases._fields

@@ -21,6 +21,7 @@ from specdeft.bench.workbench import Workbench, tree_request
 from specdeft.config import GenerationConfig
 from specdeft.decoder import SpecDecoder
 from specdeft.engine import Engine
+from specdeft.trees.token_tree import TokenTree
 
 _PARTS = ("draft", "verify", "decide", "commit")
 _ATTENTION = "attention"
@@ -172,7 +173,7 @@ def _watched(watch: _Watch) -> Iterator[None]:
 
 
 def measure_phases(
-    bench: Workbench, tree: str, prompt_ids: Sequence[int], config: GenerationConfig
+    bench: Workbench, tree: str | TokenTree, prompt_ids: Sequence[int], config: GenerationConfig
 ) -> list[StepPhases]:
     """Phases of every step of one generation but the last; empty where there is at most one."""
 
@@ -190,7 +191,7 @@ def measure_phases(
         )
 
     prompt = list(prompt_ids)
-    first = decoder(tree_request(tree))
+    first = decoder(tree_request(tree) if isinstance(tree, str) else tree)
     # Warm, and "auto" resolved, before anything is timed; on a GPU all graphs of the text captured.
     warm_up = GenerationConfig(max_new_tokens=_WARM_UP_TOKENS)
     first.generate(prompt, config=config if first.engine.cuda_graphs else warm_up)

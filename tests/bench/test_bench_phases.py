@@ -4,12 +4,16 @@ from itertools import count
 
 import pytest
 
+from specdeft.bench import latency_measure
 from specdeft.bench.phases import measure_phases
 from specdeft.bench.ranks import kept_ranks
 from specdeft.bench.rows import DecoderRow
+from specdeft.bench.run_folder import RunFolder
 from specdeft.bench.workbench import Workbench
 from specdeft.config import GenerationConfig
+from specdeft.decoder import SpecDecoder
 from specdeft.trees.named import named_tree
+from specdeft.trees.token_tree import TokenTree
 from tests.bench.test_bench_commands import tiny_bench
 from tests.core.tiny import prompt_ids
 
@@ -32,6 +36,28 @@ def test_phases_add_up_to_the_step():
     whole = [step.step for step in steps]
     assert all(seconds == pytest.approx(round(seconds, -3)) for seconds in whole)
     assert measure_phases(bench, "chain-2", prompt_ids(5), GenerationConfig(max_new_tokens=1)) == []
+
+
+def test_phases_are_those_of_the_tree_of_the_whole_request(monkeypatch, tmp_path):
+    """They are measured in a short text, for which "auto" might take another tree."""
+    seen = []
+
+    def tree_of(_decoder, config, num_prompt_tokens):
+        return TokenTree.chain(config.max_new_tokens // num_prompt_tokens)
+
+    def measured(_bench, tree, _ids, config):
+        seen.append((tree, config.max_new_tokens))
+        return []
+
+    monkeypatch.setattr(SpecDecoder, "tree_of", tree_of)
+    monkeypatch.setattr(latency_measure, "measure_phases", measured)
+    row = DecoderRow("chain-2", tiny_bench())
+    with RunFolder(tmp_path) as folder:
+        folder.open({"command": []})
+        config = GenerationConfig(max_new_tokens=200)
+        result = latency_measure.RowResult("chain-2", is_ours=True)
+        assert latency_measure.phase_figures(row, result, [1] * 50, config, folder) == {}
+    assert seen == [(TokenTree.chain(4), 32)]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
