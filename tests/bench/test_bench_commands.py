@@ -487,7 +487,7 @@ def test_planned_drafts_follow_their_own_text_where_rounding_parts_it(temperatur
         return dataclasses.replace(run, token_ids=(*run.token_ids[:3], *other))
 
     expected = honest(prompt_ids(7), config).token_ids
-    plain.run = parted  # type: ignore[method-assign]
+    plain.run = parted  # type: ignore[method-assign, assignment]
     oracle = PlannedRow("oracle", "chain-2", bench, plain).run(prompt_ids(7), config)
     assert set(oracle.per_step_accepted[:-1]) == {2}
     random = PlannedRow("random", "deft-32", bench, plain).run(prompt_ids(7), config)
@@ -522,7 +522,9 @@ def test_planned_drafts_have_the_tree_that_auto_takes_for_the_request(monkeypatc
     for num_tokens, num_nodes in ((16, 2), (32, 3)):
         config = GenerationConfig(max_new_tokens=num_tokens)
         rows = make_rows(("chain-4",), ("oracle",), tiny_bench(), argparse.Namespace(), config)
-        assert rows[-1].decoder.tree == TokenTree.chain(num_nodes - 1)
+        oracle = rows[-1]
+        assert isinstance(oracle, DecoderRow)
+        assert oracle.decoder.tree == TokenTree.chain(num_nodes - 1)
 
 
 def test_prompt_lookup_of_transformers_gives_the_same_text():

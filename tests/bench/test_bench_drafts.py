@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
+from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
 from torch._dynamo.backends.common import aot_autograd
 
 from specdeft.bench.analytic import kv_read_bytes_per_step, kv_read_ratio_vs_per_path
@@ -80,7 +80,7 @@ def test_a_compiler_does_not_leave_out_the_heads_that_are_paid_for(fields):
     """What nothing depends on is dropped from compiled graphs, and the row would be too fast."""
     config = HeadsConfig(num_heads=2, num_layers=1, hidden_size=8, vocab_size=11, **fields)
     planned = PlannedHeads(TokenTree.full([3, 2]), 11, torch.device("cpu"), 20, MedusaHeads(config))
-    kept = []
+    kept: list[str] = []
 
     def compiler(graph, _inputs):
         kept.extend(str(node.target) for node in graph.graph.nodes)
