@@ -1,4 +1,4 @@
-"""Stored runs of `bench attention` read back as one, finished or not.
+"""Stored runs of `bench attention` read back as one, finished or not, themselves merged or not.
 
 Runs that share the work of a grid measure different places. The same place and method in two of
 them is refused: one report would then compare figures of different runs.
@@ -50,7 +50,7 @@ def merged(folders: Sequence[str]) -> Stored:
     ceilings: list[Ceilings] = []
     for (_manifest, of_run), folder in zip(runs, folders, strict=True):
         for key, record in of_run.items():
-            if key == _CEILINGS:
+            if key.startswith(_CEILINGS):
                 ceilings.append(Ceilings(**record))
                 records[f"{_CEILINGS} {len(ceilings)}"] = record
             elif key in records:
@@ -63,9 +63,11 @@ def merged(folders: Sequence[str]) -> Stored:
     measured = {key: value for key, value in records.items() if not key.startswith(_CEILINGS)}
     return Stored(
         {
-            **{key: first[key] for key in (*_SHARED, "machine")},
+            "command": [*first["command"][:3], "--merge", *(Path(name).name for name in folders)],
             "settings": {"merge": [manifest["settings"] for manifest, _records in runs]},
-            "runs": [manifest for manifest, _records in runs],
+            **{key: first[key] for key in (*_SHARED, "machine")},
+            # A run that was merged already stands for its parts.
+            "runs": [run for manifest, _ in runs for run in manifest.get("runs", [manifest])],
         },
         records,
         ceilings,

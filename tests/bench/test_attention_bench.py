@@ -410,6 +410,9 @@ def test_runs_of_different_places_are_merged(monkeypatch, tmp_path) -> None:
     stored = json.loads((tmp_path / "both" / "report.json").read_text())
     assert len(stored["outcomes"]) == 4
     assert attention.main(merge).report.tables == report.tables
+    again = attention.main(["--merge", folders[2]]).report
+    assert (again.tables, again.notes) == (report.tables, report.notes)
+    assert again.data["runs"] == report.data["runs"]
     with pytest.raises(ValueError, match="which a folder before it holds already"):
         attention.main(["--merge", folders[0], folders[0]])
     with pytest.raises(ValueError, match="holds no run of bench attention"):
