@@ -19,7 +19,7 @@ from specdeft.heads.parallel import ALONE, Processes
 from specdeft.heads.sharding import shard
 from specdeft.heads.target import Target
 from specdeft.heads.train import main
-from specdeft.heads.trainer import STATE_NAME
+from specdeft.heads.training_state import STATE_NAME
 
 from .conftest import make_target
 

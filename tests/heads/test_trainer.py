@@ -18,7 +18,6 @@ from specdeft.heads.target import Target
 from specdeft.heads.train import new_heads
 from specdeft.heads.train_options import Shape
 from specdeft.heads.trainer import (
-    STATE_NAME,
     FeatureSource,
     TrainConfig,
     Trainer,
@@ -28,6 +27,7 @@ from specdeft.heads.trainer import (
     in_draft_vocabulary,
     learning_rate,
 )
+from specdeft.heads.training_state import STATE_NAME
 
 from .conftest import VOCAB_SIZE
 
