@@ -10,6 +10,7 @@ added up, all else is the same in all processes; the first of them writes the fi
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, distributed
+
+SETTLE_S = 0.2  # thousands of times what a thread needs to drop a tensor
 
 _T = TypeVar("_T")
 
@@ -74,3 +77,6 @@ def processes() -> Iterator[Processes]:
         yield Processes(distributed.get_world_size(), distributed.get_rank())
     finally:
         distributed.destroy_process_group()
+        # A thread of gloo may still have to let go of the last collective's tensors. If Python ends
+        # meanwhile, it ends the process with SIGABRT; so it is given the interpreter's lock here.
+        threading.Event().wait(SETTLE_S)
