@@ -16,6 +16,7 @@ from specdeft.trees.token_tree import TokenTree
 
 SHOWN_SIZES = (2, 4, 8, 16, 24, 32, 48, 64)
 _UNKNOWN = "-"
+_WHY_UNKNOWN = "unknown: these values know nothing of lookup, run specdeft calibrate\n"
 _VALUES_NAME = "tree_values.json"
 _SHIPPED = Path(__file__).parent / "heads" / "pretrained"
 
@@ -159,7 +160,7 @@ def _print(tree: TokenTree, values: ValuedPaths, options: argparse.Namespace) ->
     sys.stdout.write(
         f"expected tau {expected} tokens a step\n"
         if expected != _UNKNOWN
-        else "expected tau unknown: these values know nothing of lookup, run specdeft calibrate\n"
+        else f"expected tau {_WHY_UNKNOWN}"
     )
 
 
@@ -183,9 +184,12 @@ def _table(trees: dict[str, TokenTree], values: ValuedPaths) -> None:
     width = max(4, *(len(name) for name in trees))
     heading = f"{'tree':<{width}}  nodes  lookup  depth  leaves  top-k  expected tau"
     lines = [heading, "-" * len(heading)]
+    expected = {name: _expected(values, tree) for name, tree in trees.items()}
     for name, tree in trees.items():
         lines.append(
             f"{name:<{width}}  {tree.num_nodes:>5}  {tree.num_lookup:>6}  {tree.max_depth:>5}  "
-            f"{tree.num_leaves:>6}  {tree.top_k:>5}  {_expected(values, tree):>12}"
+            f"{tree.num_leaves:>6}  {tree.top_k:>5}  {expected[name]:>12}"
         )
     sys.stdout.write("\n".join(lines) + "\n")
+    if _UNKNOWN in expected.values():
+        sys.stdout.write(f"{_UNKNOWN}: {_WHY_UNKNOWN}")

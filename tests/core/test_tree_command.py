@@ -43,8 +43,11 @@ def test_show_draws_a_tree_and_says_what_it_brings(values: list[str], capsys) ->
 def test_what_lookup_brings_is_unknown_where_it_was_not_measured(tmp_path: Path, capsys) -> None:
     replace(VALUES, lookup=(), unlooked=()).save(tmp_path / "tree_values.json")
     values = ["--values", str(tmp_path)]
-    rows = run(["compare", "lookup-4", "3", "chain-1", *values], capsys).splitlines()[2:]
+    *rows, why = run(["compare", "lookup-4", "3", "chain-1", *values], capsys).splitlines()[2:]
     assert [row.split()[-1] for row in rows] == ["-", "1.80", "1.50"]
+    assert why == "-: unknown: these values know nothing of lookup, run specdeft calibrate"
+    known = run(["compare", "3", "chain-1", *values], capsys)
+    assert "unknown" not in known
     out = run(["show", "lookup-4", *values], capsys)
     assert "expected tau unknown: these values know nothing of lookup, run" in out
 
