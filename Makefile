@@ -19,7 +19,7 @@ SAY = @printf '[specdeft] %s\n'
 help:
 	@echo "make demo    set up .venv, then decode a prompt with the default model, beside plain decoding"
 	@echo "             (PROMPT='...' chooses another prompt)"
-	@echo "make test    set up .venv, then run the tests (CPU, 14 minutes on 2 cores)"
+	@echo "make test    set up .venv, then run the tests (CPU, 6 to 14 minutes on 2 cores)"
 	@echo "make check   format check, lint, types, tests: what a change must pass"
 	@echo "make venv    only set up .venv for development"
 	@echo "make clean   remove .venv and the caches of the tools"
