@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specdeft.identity import describe_limit
+from specdeft.identity import describe_limit, first_difference
 from specdeft.rereading import ROUNDING_ULP, Rereader
 
 
@@ -65,9 +65,7 @@ def judge(
     if token_ids == plain_ids:
         return Verdict(identical=True, passed=True)
     prompt = tuple(prompt_ids)
-    pairs = enumerate(zip(token_ids, plain_ids, strict=False))
-    shorter = min(len(token_ids), len(plain_ids))
-    first = next((index for index, (mine, its) in pairs if mine != its), shorter)
+    first = first_difference(token_ids, plain_ids)
     reading = rereader.read(prompt, token_ids, plain_ids)
     return Verdict(
         identical=False,

@@ -189,14 +189,19 @@ class Samples(NamedTuple):
         return replay(self.ranks, self.document, tree, self.lookup.depth)
 
     @property
+    def _counts(self) -> list[int]:
+        """Rows of every text."""
+        counts: list[int] = self.document.unique_consecutive(return_counts=True)[1].tolist()
+        return counts
+
+    @property
     def num_longest(self) -> int:
         """Rows of the longest text."""
-        return int(self.document.unique_consecutive(return_counts=True)[1].max())
+        return max(self._counts)
 
     def first(self, num_tokens: int) -> Samples:
         """The first rows of every text, so many at most."""
-        counts = self.document.unique_consecutive(return_counts=True)[1].tolist()
-        place = torch.cat([torch.arange(count) for count in counts])
+        place = torch.cat([torch.arange(count) for count in self._counts])
         return self.at((place < num_tokens).nonzero().squeeze(1))
 
     def at(self, rows: Tensor) -> Samples:

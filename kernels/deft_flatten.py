@@ -30,7 +30,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdeft.kernels.launch_shape import MIN_BLOCKS, Kernel, LaunchShape, launch_shape
+from specdeft.kernels.launch_shape import (
+    MIN_BLOCKS,
+    Kernel,
+    LaunchShape,
+    can_start_early,
+    launch_shape,
+)
 from specdeft.kernels.merge import (
     MERGE_TILE,
     TAIL_WEIGHT,
@@ -422,11 +428,6 @@ def merged_rows(splits_padded: int, head_dim: int, tile_rows: int) -> int:
     """Rows of a merge program: what `MERGE_TILE` holds, a power of two that divides the tile."""
     rows: int = MERGE_TILE // (splits_padded * triton.next_power_of_2(head_dim))
     return max(1, min(rows, tile_rows, 8))
-
-
-def can_start_early(q: Tensor) -> bool:
-    """Whether the device has programmatic dependent launch."""
-    return q.is_cuda and torch.cuda.get_device_capability(q.device)[0] >= 9
 
 
 def _check(

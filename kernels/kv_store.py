@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdeft.kernels.commit_triton import slot_of
-from specdeft.kernels.deft_flatten import can_start_early
+from specdeft.kernels.launch_shape import can_start_early
 
 
 @triton.jit

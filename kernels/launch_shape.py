@@ -186,3 +186,8 @@ def sm_count(device: torch.device) -> int:
     if device.type != "cuda":
         return INTERPRETED_SMS
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def can_start_early(tensor: torch.Tensor) -> bool:
+    """Whether the device has programmatic dependent launch."""
+    return tensor.is_cuda and torch.cuda.get_device_capability(tensor.device)[0] >= 9

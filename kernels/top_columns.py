@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdeft.kernels.deft_flatten import can_start_early
+from specdeft.kernels.launch_shape import can_start_early
 
 CHUNK = 1024
 MOST_COLUMNS = 32  # k; a token tree asks for few

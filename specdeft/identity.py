@@ -6,6 +6,7 @@ and the whole text is read again by the target (`rereading`) to say how far each
 its own choice there, in units of the last place (ulp) of the dtype, and how large the noise is.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specdeft.config import GenerationConfig
@@ -73,6 +74,13 @@ def describe_limit(limit_ulp: float, noise_ulp: float | None) -> str:
     )
 
 
+def first_difference(ids: Sequence[int], others: Sequence[int]) -> int:
+    """Index of the first differing id of two texts that differ: the end of the shorter one where
+    the other only goes on."""
+    pairs = enumerate(zip(ids, others, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(ids), len(others)))
+
+
 def compare(
     engine: Engine,
     prompt_ids: tuple[int, ...],
@@ -87,13 +95,10 @@ def compare(
     count = len(speculative_ids)
     if speculative_ids == plain_ids:
         return IdentityReport(True, None, count, count, 0, 0.0, dtype)
-    pairs = zip(speculative_ids, plain_ids, strict=False)
-    shorter = min(count, len(plain_ids))
-    first = next((index for index, (a, b) in enumerate(pairs) if a != b), shorter)
     reading = Rereader(engine, config).read(prompt_ids, speculative_ids, plain_ids, sequence)
     return IdentityReport(
         identical=False,
-        first_difference=first,
+        first_difference=first_difference(speculative_ids, plain_ids),
         num_tokens=count,
         num_exact=reading.num_exact,
         num_near_ties=count - reading.num_exact - reading.num_far,

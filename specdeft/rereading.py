@@ -153,8 +153,8 @@ class Rereader:
             return _gap(logits, tokens) / _ulp(logits, logits, dtype)
         scores = logits / config.temperature
         perturbed = self._perturbed(logits, first, sequence)
-        noise = perturbed - scores
-        drawn = restrict(scores, config.top_k, config.top_p) + noise
+        outside = restrict(scores, config.top_k, config.top_p).isneginf()
+        drawn = perturbed.masked_fill(outside, float("-inf"))
         ulp = _ulp(logits, drawn, dtype) / config.temperature
         distance = _gap(drawn, tokens) / ulp
         sure, possible = edges(scores, slack_ulp * ulp[:, None], config.top_k, config.top_p)
