@@ -24,6 +24,8 @@ AUTO_SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 AUTO_SIZES_CUDA = (*AUTO_SIZES, 96, 128)
 # Every size is compiled for itself, some seconds each: fewer are tried.
 AUTO_SIZES_COMPILED = (1, 16, 64, 128)
+# One size is compiled for requests of all lengths: the one that suits texts of so many tokens.
+COMPILED_FOR_TOKENS = 128
 LEAST_CONTEXT_CUDA = 1024  # below, attention takes a GPU no time that would change a choice
 NOTHING = ValuedPaths((), ())  # neither heads nor lookup: plain decoding
 
@@ -139,10 +141,11 @@ class TreeChoice:
         key = place, asked
         if key not in self._chosen:
             trees, step_ms = self._sizes(), self.step_ms(place)
-            expected = {size: self._expected(tree, asked) for size, tree in trees.items()}
+            usual = self._usual(asked)
+            expected = {size: self._expected(tree, usual) for size, tree in trees.items()}
             size = choose_size(expected, step_ms)
-            ms, plain_ms = step_ms[size], step_ms[1]
-            self._chosen[key] = Chosen(place, trees[size], expected[size], ms, plain_ms)
+            tree, ms, plain_ms = trees[size], step_ms[size], step_ms[1]
+            self._chosen[key] = Chosen(place, tree, self._expected(tree, asked), ms, plain_ms)
         return self._chosen[key]
 
     def tree_at(self, place: Place, asked: Asked) -> TokenTree:
@@ -179,6 +182,11 @@ class TreeChoice:
             self._loaded[tree] = self._engine.load_tree(tree)
         return self._loaded[tree]
 
+    def _usual(self, asked: Asked) -> Asked:
+        """What a size is chosen for: compiling another for another length takes longer than it
+        saves."""
+        return asked._replace(num_tokens=COMPILED_FOR_TOKENS) if self._engine.is_compiled else asked
+
     def _expected(self, tree: TokenTree, asked: Asked) -> float:
         """By replay where the tree is one of those that were replayed, else by its values."""
         values = self._known_values()
@@ -189,8 +197,7 @@ class TreeChoice:
                 size,
                 temperature=asked.temperature,
                 lookup=self._lookup != "off",
-                # Compiling another size for another length takes longer than it saves.
-                num_tokens=None if self._engine.is_compiled else asked.num_tokens,
+                num_tokens=asked.num_tokens,
             )
             if replayed is not None:
                 return replayed

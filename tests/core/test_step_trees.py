@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from specdeft import GenerationConfig, SpecDecoder
+from specdeft import GenerationConfig, SpecDecoder, tree_choice
+from specdeft.engine import Engine
 from specdeft.heads.calibration import REPLAYED_SIZES
 from specdeft.heads.medusa import HeadsConfig, MedusaHeads
-from specdeft.tree_choice import sizes_tried
+from specdeft.tree_choice import COMPILED_FOR_TOKENS, TreeChoice, sizes_tried
 from specdeft.trees.search import ReplayedTau, ValuedPaths
 from specdeft.trees.token_tree import TokenTree
 from tests.core.tiny import VOCAB_SIZE, ByteTokenizer, prompt_ids, tiny_model
@@ -103,6 +104,26 @@ def test_the_tree_follows_from_what_is_asked_for(monkeypatch: pytest.MonkeyPatch
         assert charged.rows[1] == num_nodes
     with pytest.raises(ValueError, match="context"):
         decoder.tree_of(GenerationConfig(max_new_tokens=10**6), 9)
+
+
+def test_compiled_steps_have_one_tree_for_requests_of_all_lengths(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The one that suits texts of a usual length; what it brings is told for the length asked."""
+    taus = {16: {2: 1.6, 4: 1.7}, COMPILED_FOR_TOKENS: {2: 1.7, 4: 3.0}, 240: {2: 9.0, 4: 9.1}}
+    rows = [
+        ReplayedTau(0.0, True, size, tau, length)
+        for length, by_size in taus.items()
+        for size, tau in by_size.items()
+    ]
+    decoder = Charged(monkeypatch, per_node=0.2).decoder(values=replace(PROMISED, taus=tuple(rows)))
+    monkeypatch.setattr(Engine, "is_compiled", True)
+    monkeypatch.setattr(tree_choice, "sizes_tried", lambda *_: (1, 2, 4))
+    monkeypatch.setattr(TreeChoice, "step_ms", lambda *_: {1: 1.0, 2: 1.2, 4: 1.6})
+    for num_tokens, by_size in taus.items():
+        config = GenerationConfig(max_new_tokens=num_tokens)
+        assert decoder.tree_of(config, 9).num_nodes == 4
+        assert decoder.expected_tau_of(config, 9) == by_size[4]
 
 
 def test_a_tree_that_was_asked_for_is_used_throughout(monkeypatch: pytest.MonkeyPatch) -> None:
