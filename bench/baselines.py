@@ -38,10 +38,12 @@ class PlannedRow(DecoderRow):
         plain: DecoderRow,
         lengths: Sequence[Sequence[int]] | None = None,
         config: GenerationConfig = USUAL,
+        prompts: Sequence[Sequence[int]] = (),
     ) -> None:
         """Args: "oracle", "random" or "replay"; the tree's name; what it runs on; the row that
-        gives the continuation; for a replay, the lengths of its texts, taken in turn; what is
-        generated, for which "auto" chooses."""
+        gives the continuation; for a replay, the lengths of its texts; what is generated, for
+        which "auto" chooses; the prompts' ids, which take the replay's texts in turn (any other
+        prompt takes the first)."""
         if bench.heads:
             shape = bench.decoder(tree).tree_of(config, num_prompt_tokens=1).head_tree
         else:
@@ -68,7 +70,10 @@ class PlannedRow(DecoderRow):
         super().__init__(f"{kind}({tree})", bench, decoder)
         self._plain = plain
         fixed = {"oracle": [[shape.max_depth]], "random": [[0]]}
-        self._lengths = lengths or fixed[kind]
+        lengths = lengths or fixed[kind]
+        # By place, not by turn: a warm-up or a resumed run takes the prompts in another order.
+        self._lengths = {tuple(ids): lengths[at % len(lengths)] for at, ids in enumerate(prompts)}
+        self._first_lengths = lengths[0]
         self._texts: dict[tuple[tuple[int, ...], GenerationConfig], tuple[int, ...]] = {}
 
     def run(self, prompt_ids: Sequence[int], config: GenerationConfig) -> Run:
@@ -77,8 +82,7 @@ class PlannedRow(DecoderRow):
         is_new = key not in self._texts
         if is_new:
             self._texts[key] = self._plain.run(prompt_ids, config).token_ids
-        prompts = list(dict.fromkeys(prompt for prompt, _ in self._texts))
-        lengths = self._lengths[prompts.index(key[0]) % len(self._lengths)]
+        lengths = self._lengths.get(key[0], self._first_lengths)
 
         def planned() -> Run:
             self._heads.plan(self._texts[key], lengths)
@@ -115,13 +119,21 @@ def _tree_without_heads(tree: str) -> TokenTree:
 
 @dataclass(frozen=True)
 class Request:
-    """What baselines are built from."""
+    """What baselines are built from.
+
+    Attributes:
+        bench, plain: what rows run on, and plain decoding on it.
+        trees, options: as on the command line.
+        config: what is generated.
+        prompts: the ids of each.
+    """
 
     bench: Workbench
     plain: DecoderRow
     trees: tuple[str, ...]
     options: argparse.Namespace
     config: GenerationConfig
+    prompts: Sequence[Sequence[int]]
 
 
 def _transformers(request: Request) -> list[Row]:
@@ -157,7 +169,9 @@ def _planned(kind: str) -> Callable[[Request], list[Row]]:
         rows: dict[TokenTree, Row] = {}
         # What "auto" chooses may be asked for by its size as well: one row is enough.
         for tree in sorted(request.trees, key="auto".__eq__):
-            row = PlannedRow(kind, tree, request.bench, request.plain, lengths, request.config)
+            row = PlannedRow(
+                kind, tree, request.bench, request.plain, lengths, request.config, request.prompts
+            )
             rows.setdefault(row.decoder.tree, row)
         return list(rows.values())
 
@@ -225,15 +239,18 @@ def make_rows(
     bench: Workbench,
     options: argparse.Namespace,
     config: GenerationConfig = USUAL,
+    prompts: Sequence[Sequence[int]] = (),
 ) -> list[Row]:
     """The rows of a run in order: yardsticks, plain decoding, our trees, planned drafts.
+
+    Args as in `Request`.
 
     Raises:
         ValueError: a tree or a baseline cannot be run here.
     """
     plain = DecoderRow(PLAIN, bench)
     ours = [DecoderRow(tree, bench) for tree in trees if tree != PLAIN]
-    request = Request(bench, plain, trees, options, config)
+    request = Request(bench, plain, trees, options, config, prompts)
     beside = [row for name in baselines for row in BASELINES.get(name, _rival(name))(request)]
     references = [row for row in beside if not row.is_ours]
     return [*references, plain, *ours, *(row for row in beside if row.is_ours)]

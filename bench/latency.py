@@ -136,12 +136,12 @@ def main(arguments: Sequence[str]) -> Finished:
     bench = load(options)
     began = bench.clock()
     task = prepare(task, bench, options)
+    encoded = bench.encode(task.prompts, task.config, options.raw)
     rows = [
-        *make_rows(trees, baselines, bench, options, task.config),
+        *make_rows(trees, baselines, bench, options, task.config, encoded),
         *rows_of_more_heads(trees, bench, options),
     ]
     plain = next(row for row in rows if isinstance(row, DecoderRow))
-    encoded = bench.encode(task.prompts, task.config, options.raw)
     by_id = {prompt.id: ids for prompt, ids in zip(task.prompts.prompts, encoded, strict=True)}
     manifest = describe_run(
         plain.decoder, task.prompts, ["bench", "latency", *arguments], settings_of(options)

@@ -2,17 +2,17 @@
 
 Measured in runs of their own, because looking slows what is looked at. Eager steps are timed by the
 clock, the device waited for at every border. Steps in CUDA graphs are timed by events inside the
-graph, read after each replay: once at the borders of the phases and, in another run, around
+graph, read while the next step runs: once at the borders of the phases and, in another run, around
 every layer's attention; what a step takes beyond them when nobody looks is the rest. A step lasts
 from its start to the next one's, and the phases add up to it.
 """
 
 import statistics
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -21,11 +21,16 @@ from specdeft.bench.workbench import Workbench, tree_request
 from specdeft.config import GenerationConfig
 from specdeft.decoder import SpecDecoder
 from specdeft.engine import Engine
+from specdeft.tree_tensors import TreeTensors
 from specdeft.trees.token_tree import TokenTree
+
+if TYPE_CHECKING:
+    from specdeft.graphs import StepGraphs
 
 _PARTS = ("draft", "verify", "decide", "commit")
 _ATTENTION = "attention"
 _WARM_UP_TOKENS = 4
+_WARMING_STEPS = 2  # replayed: the first one of either capture
 
 
 class StepPhases(NamedTuple):
@@ -95,8 +100,14 @@ class _ClockWatch:
         ]
 
 
+_Marks = list[tuple[str, torch.cuda.Event, torch.cuda.Event]]
+
+
 class _EventWatch:
     """Times of replayed steps by events that their graph records.
+
+    Two captures of every step take turns, each with events of its own: one is read while the other
+    runs, so that a step follows the one before as it does when nobody looks.
 
     Attributes:
         steps: seconds by part of every replay.
@@ -106,13 +117,16 @@ class _EventWatch:
         """Args: the parts to watch."""
         self.steps: list[dict[str, float]] = []
         self._watched = watched
-        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._marks: _Marks = []  # of the step that is captured
+        self._marks_of: dict[torch.cuda.CUDAGraph, _Marks] = {}
+        self._turns: list[StepGraphs] = []
+        self._running: deque[_Marks] = deque()
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """See `_Watch`: a step that is captured begins the list of events anew."""
+        """See `_Watch`: a step that is captured begins a list of events."""
         if torch.cuda.is_current_stream_capturing():
-            self._events.clear()
+            self._marks = []
         yield
 
     @contextmanager
@@ -125,13 +139,28 @@ class _EventWatch:
         begin.record()
         yield
         end.record()
-        self._events.append((name, begin, end))
+        self._marks.append((name, begin, end))
+
+    def run(self, graphs: "StepGraphs", tree: TreeTensors, max_context: int) -> None:
+        """Stands for `StepGraphs.run`: a replay, then the times of the one before."""
+        if not self._turns:
+            twin = type(graphs)(graphs.engine, graphs.cache, graphs.batch, graphs.sampler)
+            self._turns = [graphs, twin]
+        graph = self._turns[0].graph(tree, max_context)
+        if graph is None:
+            raise RuntimeError("no memory is left to capture the steps whose phases are measured")
+        marks = self._marks_of.setdefault(graph, self._marks)
+        graph.replay()
+        self._running.append(marks)
+        self._turns.reverse()
+        if len(self._running) > 1:
+            self.read()
 
     def read(self) -> None:
-        """Wait for a replay and note its times."""
-        torch.cuda.synchronize()
+        """Wait for the oldest replay that was not read and note its times."""
         parts: dict[str, float] = defaultdict(float)
-        for name, begin, end in self._events:
+        for name, begin, end in self._running.popleft():
+            end.synchronize()
             parts[name] += begin.elapsed_time(end) / 1e3
         self.steps.append(parts)
 
@@ -201,7 +230,7 @@ def measure_phases(
             first.generate(prompt, config=config)
         return watch.phases()
     stats = first.generate(prompt, config=config).stats
-    if stats.num_steps < 2:
+    if stats.num_steps <= _WARMING_STEPS:
         return []
     borders = _replayed(decoder(first.tree), prompt, config, _PARTS)
     layers = _replayed(decoder(first.tree), prompt, config, (_ATTENTION,))
@@ -214,22 +243,21 @@ def measure_phases(
 def _replayed(
     decoder: SpecDecoder, prompt: list[int], config: GenerationConfig, watched: Sequence[str]
 ) -> list[dict[str, float]]:
-    """Seconds by part of every replayed step of a generation, read one by one."""
+    """Seconds by part of the replayed steps of a generation."""
     from specdeft.graphs import StepGraphs
 
     watch, run = _EventWatch(watched), StepGraphs.run
 
-    def run_and_read(*arguments: Any) -> None:
-        run(*arguments)
-        watch.read()
+    def watched_run(*arguments: Any) -> None:
+        watch.run(*arguments)
 
     with _watched(watch):
-        setattr(StepGraphs, "run", run_and_read)  # noqa: B010  (a method: mypy)
+        setattr(StepGraphs, "run", watched_run)  # noqa: B010  (a method: mypy)
         try:
             decoder.generate(prompt, config=config)
         finally:
             setattr(StepGraphs, "run", run)  # noqa: B010
-    return watch.steps[1:]  # the first one warms up
+    return watch.steps[_WARMING_STEPS:]
 
 
 def _waiting_clock(bench: Workbench, device: torch.device) -> Callable[[], float]:

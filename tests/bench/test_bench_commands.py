@@ -514,6 +514,19 @@ def test_planned_drafts_accept_as_planned_and_change_nothing(temperature, fields
     assert first.per_step_accepted == second.per_step_accepted == (2, 0, 1) * 5
 
 
+def test_replayed_lengths_go_by_the_place_of_a_prompt_not_by_the_order_of_runs():
+    """A warm-up takes the longest prompt first, a resumed run one from the middle."""
+    bench = tiny_bench()
+    config = GenerationConfig(max_new_tokens=13, ignore_eos=True)
+    prompts = [prompt_ids(7), prompt_ids(30), prompt_ids(9)]
+    plain, lengths = DecoderRow("plain", bench), [[1], [0]]
+    replay = PlannedRow("replay", "chain-4", bench, plain, lengths, config, prompts)
+    for place in (1, 2, 0, 1):
+        accepted = replay.run(prompts[place], config).per_step_accepted
+        assert set(accepted) == set(lengths[place % 2])
+    assert set(replay.run(prompt_ids(8), config).per_step_accepted) == {1}
+
+
 def test_planned_drafts_have_the_tree_that_auto_takes_for_the_request(monkeypatch):
     def tree_of(_decoder, config, num_prompt_tokens):
         return TokenTree.chain(config.max_new_tokens // 16).with_lookup(num_prompt_tokens)

@@ -1,11 +1,12 @@
 """Phases add up to the step; ranks found again from a text are paths of the tree."""
 
 from itertools import count
+from typing import Any
 
 import pytest
 
 from specdeft.bench import latency_measure
-from specdeft.bench.phases import measure_phases
+from specdeft.bench.phases import _EventWatch, measure_phases
 from specdeft.bench.ranks import kept_ranks
 from specdeft.bench.rows import DecoderRow
 from specdeft.bench.run_folder import RunFolder
@@ -36,6 +37,55 @@ def test_phases_add_up_to_the_step():
     whole = [step.step for step in steps]
     assert all(seconds == pytest.approx(round(seconds, -3)) for seconds in whole)
     assert measure_phases(bench, "chain-2", prompt_ids(5), GenerationConfig(max_new_tokens=1)) == []
+
+
+class FakeEvent:
+    """Ends when its graph's replay does; reading it before that is a fault."""
+
+    def __init__(self, log: list[str], name: str) -> None:
+        self.log, self.name = log, name
+
+    def synchronize(self) -> None:
+        self.log.append(f"wait {self.name}")
+
+    def elapsed_time(self, _end: "FakeEvent") -> float:
+        return 500.0
+
+
+def test_a_replayed_step_is_read_while_the_next_one_runs():
+    """Two captures take turns: neither is replayed again before its events were read."""
+    log: list[str] = []
+    watch = _EventWatch(("draft",))
+
+    class FakeGraph:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def replay(self) -> None:
+            log.append(f"replay {self.name}")
+
+    class FakeGraphs:
+        names = iter("AB")
+
+        def __init__(self, *_captured_on: object) -> None:
+            self.engine = self.cache = self.batch = self.sampler = None
+            self.name, self.known = next(self.names), dict[str, FakeGraph]()
+
+        def graph(self, tree: str, _max_context: int) -> FakeGraph:
+            if tree not in self.known:
+                name = self.name + tree
+                mark: Any = FakeEvent(log, name)
+                watch._marks = [("draft", mark, mark)]
+                self.known[tree] = FakeGraph(name)
+            return self.known[tree]
+
+    graphs: Any = FakeGraphs()
+    trees: Any = ["1", "1", "1", "2", "1"]
+    for tree in trees:
+        watch.run(graphs, tree, 1024)
+    expected = "replay A1, replay B1, wait A1, replay A1, wait B1, replay B2, wait A1, replay A1"
+    assert ", ".join(log) == f"{expected}, wait B2"
+    assert watch.steps == [{"draft": 0.5}] * 4
 
 
 def test_phases_are_those_of_the_tree_of_the_whole_request(monkeypatch, tmp_path):
