@@ -26,9 +26,10 @@ Wanted = tuple[int, int]  # context and batch
 _DESCRIPTION = """\
 Measure, for --tree auto, what drafts bring and what they cost. The model answers prompts, greedily
 and sampled, and its answers say how often each guess of the heads and of lookup comes true (tau:
-tokens a step, 1 is plain decoding). Then whole steps are timed by tree size. Both are kept in the
-cache for this model, heads, device and versions and used from then on; where one of these changes,
-it is measured again. The best tree has the most tokens per time.
+tokens a step, 1 is plain decoding). Then whole steps are timed by tree size, greedy and sampled
+ones apart, since drawing costs time. Both are kept in the cache for this model, heads, device and
+versions and used from then on; where one of these changes, it is measured again. The best tree has
+the most tokens per time.
 """
 
 
@@ -174,21 +175,26 @@ def _place_report(choice: Any, values: "ValuedPaths", place: Any) -> dict[str, A
     from specdeft.tree_choice import Asked
     from specdeft.trees.search import replayed_tau
 
-    step_ms = choice.step_ms(place)
+    asked = {f"{heat:g}": Asked(heat) for heat in _TEMPERATURES}
+    step_ms = {
+        heat: choice.step_ms(place, sampled=request.is_sampled) for heat, request in asked.items()
+    }
+    tau = {
+        heat: {
+            size: replayed_tau(values, size, temperature=request.temperature, lookup=True) or 1.0
+            for size in step_ms[heat]
+        }
+        for heat, request in asked.items()
+    }
     rows = [
         {
             "num_nodes": size,
-            "step_ms": round(cost, 3),
-            "tau": {
-                f"{heat:g}": round(
-                    replayed_tau(values, size, temperature=heat, lookup=True) or 1.0, 3
-                )
-                for heat in _TEMPERATURES
-            },
+            "step_ms": {heat: round(step_ms[heat][size], 3) for heat in asked},
+            "tau": {heat: round(tau[heat][size], 3) for heat in asked},
         }
-        for size, cost in step_ms.items()
+        for size in step_ms["0"]
     ]
-    chosen = {f"{heat:g}": choice.at(place, Asked(heat)).tree.num_nodes for heat in _TEMPERATURES}
+    chosen = {heat: choice.at(place, request).tree.num_nodes for heat, request in asked.items()}
     return {
         "num_context": place.num_context,
         "num_sequences": place.num_sequences,
@@ -204,14 +210,16 @@ def _text(place: dict[str, Any]) -> str:
     )
     lines = [
         f"{sequences}, up to {place['num_context']} tokens; the tree that is taken has a *",
-        "nodes  step ms  tau T=0  speed-up   tau T=0.7  speed-up",
+        "nodes" + "".join(f"   step ms  tau T={heat:<3}  speed-up " for heat in place["chosen"]),
     ]
     plain_ms = place["sizes"][0]["step_ms"]
     for row in place["sizes"]:
-        cells = [f"{row['num_nodes']:>5}  {row['step_ms']:>7.2f}"]
+        cells = [f"{row['num_nodes']:>5}"]
         for heat, tau in row["tau"].items():
             mark = "*" if place["chosen"][heat] == row["num_nodes"] else " "
-            cells.append(f"{tau:>7.2f}  {tau * plain_ms / row['step_ms']:>7.2f}x{mark}")
+            own_ms = row["step_ms"][heat]
+            speedup = tau * plain_ms[heat] / own_ms
+            cells.append(f"{own_ms:>8.2f}  {tau:>9.2f}  {speedup:>7.2f}x{mark}")
         lines.append("  ".join(cells))
     return "\n".join(lines) + "\n"
 

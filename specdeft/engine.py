@@ -29,6 +29,7 @@ from specdeft.model import TargetModel, TargetOutput
 from specdeft.sampling import Sampler, choose_tokens
 from specdeft.tree_tensors import TreeTensors
 from specdeft.trees.token_tree import TokenTree
+from specdeft.walk import choose_along
 
 PREFILL_CHUNK_TOKENS = 512
 # A GPU is kept busy by more rows, and the host launches fewer of them.
@@ -52,7 +53,10 @@ def _decide(
     tokens: Tensor, output: TargetOutput, lengths: Tensor, tree: TreeTensors, sampler: Sampler
 ) -> Decision:
     positions = lengths.to(torch.int64)[:, None] + 1 + tree.levels
-    chosen = choose_tokens(output.logits, positions, tree.depths, sampler)
+    if output.logits.is_cuda or sampler.rule.is_greedy:
+        chosen = choose_tokens(output.logits, positions, tree.depths, sampler)
+    else:
+        chosen = choose_along(output.logits, positions, tokens, tree, sampler)
     outcome = accept(tokens, chosen, tree)
     last = outcome.last_node[:, None, None].expand(-1, 1, output.hidden.shape[-1])
     return Decision(outcome, outcome.bonus, output.hidden.gather(1, last)[:, 0], positions)

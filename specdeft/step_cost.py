@@ -1,6 +1,7 @@
 """C(n): what a whole step costs on this device with a tree of n nodes, measured.
 
-Draft, forward, acceptance and commit are timed together, as they run in a generation. Sizes take
+Draft, forward, acceptance and commit are timed together, as they run in a generation; sampled steps
+apart from greedy ones, since noise over the vocabulary costs more the deeper a tree is. Sizes take
 turns, so that a slow moment of a shared machine falls on all of them, and the lower quartile of
 their times stands for a step that nothing disturbed, compared with plain steps of the same rounds.
 Sizes that no request would choose are soon left out: the seconds are spent where the choice hangs.
@@ -35,7 +36,8 @@ BUDGET_S = 6.0  # of all rounds but the warming one: short steps are timed more 
 CAN_WIN = 0.85  # of the most tokens per time that any size brings
 STEPS_IN_A_ROW = 8  # replayed graphs: the host reads a step late, so it must not wait for each
 CONTEXTS = (256, 1024, 4096, 16384, 65536)
-METHOD = 3  # raised with what a step does or how it is timed
+METHOD = 4  # raised with what a step does or how it is timed
+SAMPLED_AT = 0.7  # temperature: any other takes the same time
 MOST_READ_TOKENS = 256  # of a stand-in text; the rest of the context is empty cache
 
 
@@ -63,8 +65,10 @@ def measure_step_ms(
     clock: Callable[[], float],
     place: Place = USUAL_PLACE,
     expected: Sequence[Mapping[int, float]] = (),
+    *,
+    sampled: bool = False,
 ) -> dict[int, float]:
-    """Milliseconds of an undisturbed greedy step by tree size, made non-decreasing.
+    """Milliseconds of an undisturbed step by tree size, made non-decreasing.
 
     Args:
         engine: whose steps are timed.
@@ -74,8 +78,9 @@ def measure_step_ms(
             the first tokens, which changes no step's time.
         expected: tokens a step by size, for each kind of request to come; sizes that none of them
             would choose are timed a few times only.
+        sampled: whether tokens are drawn among all of the vocabulary; else the likeliest are taken.
     """
-    stand = _Stand.build(engine, trees, place)
+    stand = _Stand.build(engine, trees, place, sampled=sampled)
     tensors = {size: engine.load_tree(tree) for size, tree in sorted(trees.items())}
     rounds: list[dict[int, float]] = []
 
@@ -131,7 +136,9 @@ class _Stand:
     in_a_row: int
 
     @classmethod
-    def build(cls, engine: Engine, trees: Mapping[int, TokenTree], place: Place) -> "_Stand":
+    def build(
+        cls, engine: Engine, trees: Mapping[int, TokenTree], place: Place, *, sampled: bool
+    ) -> "_Stand":
         num_levels = 1 + max(tree.max_depth for tree in trees.values())
         in_a_row = STEPS_IN_A_ROW if engine.cuda_graphs else 1
         room = max(trees) + in_a_row * num_levels
@@ -141,7 +148,8 @@ class _Stand:
         for sequence in sequences:
             cache.reserve(sequence, num_context + room)
         batch = Batch.empty(engine.target, cache, sequences, num_levels)
-        sampler = Sampler.build(GenerationConfig(), (0,) * len(sequences), engine.target.device)
+        config = GenerationConfig(temperature=SAMPLED_AT if sampled else 0.0)
+        sampler = Sampler.build(config, (0,) * len(sequences), engine.target.device)
         generator = torch.Generator().manual_seed(0)
         num_read = min(num_context, MOST_READ_TOKENS)
         prompt = torch.randint(engine.target.vocab_size, (num_read,), generator=generator)
@@ -194,6 +202,7 @@ def cached_step_ms(
     place: Place = USUAL_PLACE,
     expected: Sequence[Mapping[int, float]] = (),
     *,
+    sampled: bool = False,
     refresh: bool = False,
 ) -> dict[int, float]:
     """`measure_step_ms`, remembered for this model, heads, device and versions.
@@ -201,13 +210,16 @@ def cached_step_ms(
     A file that cannot be read is measured again and replaced; one that cannot be written is not
     kept: the times are a help, not a result.
     """
-    known = known_step_ms(engine, trees, place)
+    known = known_step_ms(engine, trees, place, sampled=sampled)
     if known and not refresh:
         return known
-    key = _key(engine, trees, place)
+    key = _key(engine, trees, place, sampled=sampled)
     path = _path(key)
-    tell("measuring the step time of tree sizes on this device (some seconds, then remembered)")
-    step_ms = measure_step_ms(engine, trees, clock, place, expected)
+    tell(
+        f"measuring the step time of tree sizes on this device{', sampling' if sampled else ''} "
+        "(some seconds, then remembered)"
+    )
+    step_ms = measure_step_ms(engine, trees, clock, place, expected, sampled=sampled)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomic(path, json.dumps({"key": key, "step_ms": step_ms}, indent=1) + "\n")
@@ -216,9 +228,11 @@ def cached_step_ms(
     return step_ms
 
 
-def known_step_ms(engine: Engine, trees: Mapping[int, TokenTree], place: Place) -> dict[int, float]:
+def known_step_ms(
+    engine: Engine, trees: Mapping[int, TokenTree], place: Place, *, sampled: bool = False
+) -> dict[int, float]:
     """The times that `cached_step_ms` would read; none where it would measure."""
-    known = _read(_path(_key(engine, trees, place)))
+    known = _read(_path(_key(engine, trees, place, sampled=sampled)))
     # A file that somebody or some fault changed is measured again.
     is_whole = known.keys() == trees.keys() and all(0 < ms < math.inf for ms in known.values())
     return known if is_whole else {}
@@ -246,7 +260,9 @@ def _read(path: Path) -> dict[int, float]:
         return {}
 
 
-def _key(engine: Engine, trees: Mapping[int, TokenTree], place: Place) -> dict[str, str | int]:
+def _key(
+    engine: Engine, trees: Mapping[int, TokenTree], place: Place, *, sampled: bool
+) -> dict[str, str | int]:
     """Everything a step's time depends on that can change between two runs."""
     target, device = engine.target, engine.target.device
     cuda = device.type == "cuda"
@@ -260,6 +276,7 @@ def _key(engine: Engine, trees: Mapping[int, TokenTree], place: Place) -> dict[s
         "host": platform.node(),
         "dtype": str(target.dtype),
         "steps": f"graphs={engine.cuda_graphs} compiled={target.is_compiled}",
+        "tokens": "sampled" if sampled else "greedy",
         "threads": torch.get_num_threads(),
         "method": METHOD,
         "torch": torch.__version__,

@@ -1,15 +1,24 @@
 """The tree of every step of one generation: what was chosen, as long as it pays."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from specdeft.pacing import Pace
 from specdeft.step_cost import Place
-from specdeft.tree_choice import Asked, Chosen, TreeChoice
+from specdeft.tree_choice import Asked, TreeChoice
 from specdeft.tree_tensors import TreeTensors
 from specdeft.trees.token_tree import TokenTree
 
-PLAIN = TokenTree.chain(0)
+
+class _Step(NamedTuple):
+    """A step's tree and what it costs beyond a plain step, in plain steps."""
+
+    tree: TokenTree
+    extra: float
+
+
+PLAIN = _Step(TokenTree.chain(0), 0.0)
 
 
 class StepTrees:
@@ -41,24 +50,29 @@ class StepTrees:
         self._end = max(
             prompt + budget for prompt, budget in zip(num_prompt_tokens, budgets, strict=True)
         )
-        asked = Asked(temperature, max(budgets))
-        self._at: Callable[[Place], Chosen] = lambda place: choice.at(place, asked)
-        self._first = self._place(max(num_prompt_tokens))
+        self._asked = Asked(temperature, max(budgets))
         self._pace: Pace | None = None
-        self._drafted: deque[bool] = deque()
+        self._in_flight: deque[_Step] = deque()
+        self._by_place: dict[Place, _Step] = {}
         if choice.is_auto:
-            start = self._at(self._first)
-            self.largest = start.tree
-            self._pace = Pace(max(start.step_ms / start.plain_ms, 1.0), max(budgets))
+            place = self._place(max(num_prompt_tokens))
+            start = choice.at(place, self._asked)
+            self._first = _Step(start.tree, start.extra)
+            self._by_place[place] = self._first
+            self._pace = Pace(max(budgets), start.extra)
         else:
-            self.largest = choice.tree
+            self._first = _Step(choice.tree, 0.0)
+        self.largest = self._first.tree
 
     def __call__(self, num_tokens_left: int) -> TreeTensors:
         """The tree of the next step, when at most so many tokens are still wanted."""
-        tree = self.largest
+        step = self._first
         if self._pace is not None:
-            tree = self._auto(self._end - num_tokens_left) if self._pace.drafting else PLAIN
-        self._drafted.append(tree.num_nodes > 1)
+            step = self._at(self._end - num_tokens_left)
+            unknown = sum(earlier.extra for earlier in self._in_flight)
+            step = step if self._pace.can_pay(step.extra + unknown) else PLAIN
+        self._in_flight.append(step)
+        tree = step.tree
         if not self._whole:
             tree = tree.prune(min(tree.max_depth, max(num_tokens_left - 1, 0)))
         return self._choice.load(tree)
@@ -66,19 +80,29 @@ class StepTrees:
     def observe(self, num_tokens: float) -> bool:
         """What the oldest step not yet observed emitted, a mean over the sequences going on;
         whether it drafted."""
-        drafted = self._drafted.popleft()
+        step = self._in_flight.popleft()
         if self._pace is not None:
-            self._pace.observe(num_tokens, drafted)
-        return drafted
+            self._pace.observe(num_tokens, step.extra)
+        return step.tree.num_nodes > 1
 
-    def _auto(self, num_context: int) -> TokenTree:
+    def _at(self, num_context: int) -> _Step:
+        """What pays there on average; looked for once a place, since that may read a file."""
         place = self._place(num_context)
-        if place == self._first or not self._choice.is_known(place):
-            return self.largest
-        tree = self._at(place).tree
+        if place not in self._by_place:
+            self._by_place[place] = self._chosen(place)
+        return self._by_place[place]
+
+    def _chosen(self, place: Place) -> _Step:
+        if not self._choice.is_known(place, self._asked):
+            return self._first
+        chosen = self._choice.at(place, self._asked)
+        largest = self.largest
         # Memory was taken for the first place's tree.
-        fits = tree.num_nodes <= self.largest.num_nodes and tree.max_depth <= self.largest.max_depth
-        return tree if fits else self.largest
+        fits = (
+            chosen.tree.num_nodes <= largest.num_nodes
+            and chosen.tree.max_depth <= largest.max_depth
+        )
+        return _Step(chosen.tree, chosen.extra) if fits else self._first
 
     def _place(self, num_context: int) -> Place:
         return self._choice.place(num_context, self._num_sequences)

@@ -37,6 +37,11 @@ class Asked(NamedTuple):
     temperature: float = 0.0
     num_tokens: int | None = None
 
+    @property
+    def is_sampled(self) -> bool:
+        """Whether tokens are drawn, which costs a step more than taking the likeliest."""
+        return self.temperature > 0
+
 
 USUALLY_ASKED = Asked()
 # Step times are measured best at the sizes that one of these would choose.
@@ -52,6 +57,11 @@ class Chosen(NamedTuple):
     tau: float
     step_ms: float
     plain_ms: float
+
+    @property
+    def extra(self) -> float:
+        """What a step costs beyond a plain one, in plain steps."""
+        return max(self.step_ms / self.plain_ms - 1.0, 0.0)
 
     @property
     def report(self) -> str:
@@ -95,7 +105,7 @@ class TreeChoice:
             self._values = NOTHING if lookup == "off" else values or LOOKUP_ONLY
         self._clock = clock
         self._refresh = refresh
-        self._step_ms: dict[Place, dict[int, float]] = {}
+        self._step_ms: dict[tuple[Place, bool], dict[int, float]] = {}
         self._loaded: dict[TokenTree, TreeTensors] = {}
         self._by_size: dict[int, TokenTree] | None = None
         self._chosen: dict[tuple[Place, Asked], Chosen] = {}
@@ -140,7 +150,7 @@ class TreeChoice:
         """What "auto" takes at a place; measures the step cost there the first time."""
         key = place, asked
         if key not in self._chosen:
-            trees, step_ms = self._sizes(), self.step_ms(place)
+            trees, step_ms = self._sizes(), self.step_ms(place, sampled=asked.is_sampled)
             usual = self._usual(asked)
             expected = {size: self._expected(tree, usual) for size, tree in trees.items()}
             size = choose_size(expected, step_ms)
@@ -159,22 +169,34 @@ class TreeChoice:
         _resolved = self.tree
         return self.report
 
-    def step_ms(self, place: Place) -> dict[int, float]:
-        """Milliseconds of a step by the sizes that "auto" chooses among; measured once."""
-        if place not in self._step_ms:
+    def step_ms(self, place: Place, *, sampled: bool = False) -> dict[int, float]:
+        """Milliseconds of a greedy or a sampled step by the sizes that "auto" chooses among;
+        measured once."""
+        key = place, sampled
+        if key not in self._step_ms:
             trees = self._sizes()
             expected = [
                 {size: self._expected(tree, asked) for size, tree in trees.items()}
                 for asked in TYPICALLY_ASKED
+                if asked.is_sampled == sampled
             ]
-            self._step_ms[place] = cached_step_ms(
-                self._engine, trees, self._clock, place, expected, refresh=self._refresh
+            self._step_ms[key] = cached_step_ms(
+                self._engine,
+                trees,
+                self._clock,
+                place,
+                expected,
+                sampled=sampled,
+                refresh=self._refresh,
             )
-        return self._step_ms[place]
+        return self._step_ms[key]
 
-    def is_known(self, place: Place) -> bool:
+    def is_known(self, place: Place, asked: Asked) -> bool:
         """Whether `at` answers without measuring."""
-        return place in self._step_ms or bool(known_step_ms(self._engine, self._sizes(), place))
+        sampled = asked.is_sampled
+        return (place, sampled) in self._step_ms or bool(
+            known_step_ms(self._engine, self._sizes(), place, sampled=sampled)
+        )
 
     def load(self, tree: TokenTree) -> TreeTensors:
         """The tree's tensors, made once."""

@@ -49,7 +49,10 @@ def test_what_is_measured_is_kept_and_used(
     sizes = [row["num_nodes"] for row in place["sizes"]]
     assert sizes[0] == 1
     assert set(place["chosen"].values()) <= set(sizes)
-    assert all(row["step_ms"] > 0 and row["tau"]["0"] >= 1 for row in place["sizes"])
+    for row in place["sizes"]:
+        assert row["step_ms"].keys() == row["tau"].keys() == place["chosen"].keys() == {"0", "0.7"}
+        assert min(row["step_ms"].values()) > 0
+        assert row["tau"]["0"] >= 1
     # A decoder of these finds the values; one of other heads does not.
     decoder = SpecDecoder.from_pretrained(folder / "model", heads=heads, dtype=torch.float32)
     assert decoder.tree.num_nodes == place["chosen"]["0"]

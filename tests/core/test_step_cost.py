@@ -3,11 +3,13 @@
 import random
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from specdeft import engine
 from specdeft.attention import KernelChoice
 from specdeft.engine import Engine
 from specdeft.model import TargetModel
@@ -17,12 +19,15 @@ from specdeft.step_cost import (
     LEAST_ROUNDS,
     MOST_ROUNDS,
     Place,
+    cached_step_ms,
     contenders,
     isotonic,
+    known_step_ms,
     measure_step_ms,
     undisturbed_ms,
 )
 from specdeft.trees.token_tree import TokenTree
+from specdeft.walk import choose_along
 from tests.core.tiny import tiny_model
 
 SIZES = (1, 2, 4, 8, 16)
@@ -97,6 +102,27 @@ def test_contenders() -> None:
     assert contenders(step_ms, [short, long]) == [1, 8, 16]
     assert contenders(step_ms, [dict.fromkeys(step_ms, 1.0)]) == [1]
     assert contenders(step_ms, []) == [1, 8, 16, 64]
+
+
+def test_sampled_steps_are_timed_and_kept_apart(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SPECDEFT_CACHE", str(tmp_path))
+    clocked = Clocked(monkeypatch, lambda num_rows, _now: 0.01 + 0.001 * num_rows)
+    choose = choose_along
+
+    def dear(*inputs: Any) -> torch.Tensor:
+        clocked.now += 0.002 * inputs[3].num_levels
+        return choose(*inputs)
+
+    monkeypatch.setattr(engine, "choose_along", dear)
+    place = Place(64)
+    for sampled, per_level in ((False, 0.0), (True, 2.0)):
+        assert not known_step_ms(clocked.engine, TREES, place, sampled=sampled)
+        found = cached_step_ms(clocked.engine, TREES, lambda: clocked.now, place, sampled=sampled)
+        assert found == pytest.approx({size: 10.0 + (1 + per_level) * size for size in SIZES})
+        assert known_step_ms(clocked.engine, TREES, place, sampled=sampled) == found
+    assert len(list((tmp_path / "step_cost").iterdir())) == 2
 
 
 @pytest.mark.parametrize("seed", range(10))

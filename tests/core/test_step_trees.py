@@ -7,17 +7,19 @@ from typing import Any
 import pytest
 import torch
 
-from specdeft import GenerationConfig, SpecDecoder, tree_choice
+from specdeft import GenerationConfig, SpecDecoder, engine, tree_choice
 from specdeft.engine import Engine
 from specdeft.heads.calibration import REPLAYED_SIZES
 from specdeft.heads.medusa import HeadsConfig, MedusaHeads
 from specdeft.tree_choice import COMPILED_FOR_TOKENS, TreeChoice, sizes_tried
 from specdeft.trees.search import ReplayedTau, ValuedPaths
 from specdeft.trees.token_tree import TokenTree
+from specdeft.walk import choose_along
 from tests.core.tiny import VOCAB_SIZE, ByteTokenizer, prompt_ids, tiny_model
 
 # What these heads never achieve.
 PROMISED = ValuedPaths(((0,), (0, 0), (1,)), (0.9, 0.8, 0.1))
+SURE = replace(PROMISED, values=(0.99, 0.98, 0.1))
 NUM_TOKENS = 120
 
 
@@ -65,18 +67,49 @@ def test_auto_steps_plainly_where_no_guess_comes_true(monkeypatch: pytest.Monkey
     charged = Charged(monkeypatch, per_node=0.2)
     decoder = charged.decoder()
     assert decoder.tree.num_nodes > 1  # the promise pays
-    asked = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 5.0, "seed": 3}
-    plain = decoder.plain(prompt_ids(9), **asked)
+    config = GenerationConfig(max_new_tokens=NUM_TOKENS, ignore_eos=True, temperature=5.0, seed=3)
+    assert decoder.tree_of(config, 9).num_nodes > 1  # and measures sampled steps
+    began = charged.now
+    plain = decoder.plain(prompt_ids(9), config=config)
+    plain_time = charged.now - began
     charged.rows.clear()
     began = charged.now
-    result = decoder.generate(prompt_ids(9), **asked)
+    result = decoder.generate(prompt_ids(9), config=config)
     assert result.token_ids == plain.token_ids
     steps = charged.rows[1:]  # without the prompt
     drafted = sum(rows > 1 for rows in steps)
     assert 0 < drafted < 0.2 * len(steps)
     assert result.stats.num_plain_steps == len(steps) - drafted
-    plain_cost = 1.0 + 0.2
-    assert charged.now - began <= 1.05 * plain_cost * NUM_TOKENS + 1.0 + 0.2 * 9
+    assert charged.now - began <= 1.014 * plain_time
+
+
+def test_what_drawing_costs_is_counted_where_tokens_are_drawn(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    charged = Charged(monkeypatch, per_node=0.1)
+
+    def dear(*inputs: Any) -> torch.Tensor:
+        charged.now += 0.25 * (inputs[3].num_nodes - 1)
+        return choose_along(*inputs)
+
+    monkeypatch.setattr(engine, "choose_along", dear)
+    decoder = charged.decoder(values=SURE)
+    greedy, sampled = (
+        GenerationConfig(max_new_tokens=NUM_TOKENS, ignore_eos=True, temperature=heat, seed=3)
+        for heat in (0.0, 5.0)
+    )
+    assert decoder.tree_of(greedy, 9).num_nodes == 4
+    assert "sampling" not in capsys.readouterr().err  # who is greedy does not wait for it
+    assert "1400.0 ms against 1100.0 plain" in decoder.tree_report_of(greedy, 9)
+    assert decoder.tree_of(sampled, 9).num_nodes == 4
+    assert "sampling" in capsys.readouterr().err
+    assert "2150.0 ms against 1100.0 plain" in decoder.tree_report_of(sampled, 9)
+    began = charged.now
+    decoder.plain(prompt_ids(9), config=sampled)
+    plain_time = charged.now - began
+    began = charged.now
+    decoder.generate(prompt_ids(9), config=sampled)
+    assert plain_time < charged.now - began <= 1.014 * plain_time
 
 
 def test_the_tree_follows_from_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +152,7 @@ def test_compiled_steps_have_one_tree_for_requests_of_all_lengths(
     decoder = Charged(monkeypatch, per_node=0.2).decoder(values=replace(PROMISED, taus=tuple(rows)))
     monkeypatch.setattr(Engine, "is_compiled", True)
     monkeypatch.setattr(tree_choice, "sizes_tried", lambda *_: (1, 2, 4))
-    monkeypatch.setattr(TreeChoice, "step_ms", lambda *_: {1: 1.0, 2: 1.2, 4: 1.6})
+    monkeypatch.setattr(TreeChoice, "step_ms", lambda *_, **__: {1: 1.0, 2: 1.2, 4: 1.6})
     for num_tokens, by_size in taus.items():
         config = GenerationConfig(max_new_tokens=num_tokens)
         assert decoder.tree_of(config, 9).num_nodes == 4
