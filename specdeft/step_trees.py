@@ -26,7 +26,8 @@ class StepTrees:
 
     A tree that was asked for is used throughout. "auto" looks again when the context has grown
     into another place (`step_cost.Place`), and steps plainly where drafting does not pay
-    (`pacing`).
+    (`pacing`). Before it does, it falls back to the tree that brings most for what it costs, where
+    steps are not captured: another graph would take longer than it saves.
 
     Attributes:
         largest: the most nodes and levels a step can have: what memory is taken for.
@@ -53,24 +54,21 @@ class StepTrees:
         self._asked = Asked(temperature, max(budgets))
         self._pace: Pace | None = None
         self._in_flight: deque[_Step] = deque()
-        self._by_place: dict[Place, _Step] = {}
+        self._by_place: dict[Place, tuple[_Step, ...]] = {}
         if choice.is_auto:
             place = self._place(max(num_prompt_tokens))
-            start = choice.at(place, self._asked)
-            self._first = _Step(start.tree, start.extra)
+            self._first = self._steps(place)
             self._by_place[place] = self._first
-            self._pace = Pace(max(budgets), start.extra)
+            self._pace = Pace(max(budgets), self._first[0].extra)
         else:
-            self._first = _Step(choice.tree, 0.0)
-        self.largest = self._first.tree
+            self._first = (_Step(choice.tree, 0.0),)
+        self.largest = self._first[0].tree
 
     def __call__(self, num_tokens_left: int) -> TreeTensors:
         """The tree of the next step, when at most so many tokens are still wanted."""
-        step = self._first
+        step = self._first[0]
         if self._pace is not None:
-            step = self._at(self._end - num_tokens_left)
-            unknown = sum(earlier.extra for earlier in self._in_flight)
-            step = step if self._pace.can_pay(step.extra + unknown) else PLAIN
+            step = self._payable(self._pace, self._at(self._end - num_tokens_left))
         self._in_flight.append(step)
         tree = step.tree
         if not self._whole:
@@ -85,24 +83,33 @@ class StepTrees:
             self._pace.observe(num_tokens, step.extra)
         return step.tree.num_nodes > 1
 
-    def _at(self, num_context: int) -> _Step:
+    def _payable(self, pace: Pace, steps: tuple[_Step, ...]) -> _Step:
+        """The first that can be paid if it brings nothing, nor do those in flight."""
+        unknown = sum(step.extra for step in self._in_flight)
+        return next((step for step in steps if pace.can_pay(step.extra + unknown)), PLAIN)
+
+    def _at(self, num_context: int) -> tuple[_Step, ...]:
         """What pays there on average; looked for once a place, since that may read a file."""
         place = self._place(num_context)
         if place not in self._by_place:
-            self._by_place[place] = self._chosen(place)
+            known = self._choice.is_known(place, self._asked)
+            steps = self._steps(place) if known else self._first
+            # Memory was taken for the first place's tree.
+            largest = self.largest
+            fits = all(
+                step.tree.num_nodes <= largest.num_nodes
+                and step.tree.max_depth <= largest.max_depth
+                for step in steps
+            )
+            self._by_place[place] = steps if fits else self._first
         return self._by_place[place]
 
-    def _chosen(self, place: Place) -> _Step:
-        if not self._choice.is_known(place, self._asked):
-            return self._first
-        chosen = self._choice.at(place, self._asked)
-        largest = self.largest
-        # Memory was taken for the first place's tree.
-        fits = (
-            chosen.tree.num_nodes <= largest.num_nodes
-            and chosen.tree.max_depth <= largest.max_depth
-        )
-        return _Step(chosen.tree, chosen.extra) if fits else self._first
+    def _steps(self, place: Place) -> tuple[_Step, ...]:
+        """The tree with the most tokens per time, and the frugal one."""
+        chosen = [self._choice.at(place, self._asked)]
+        if not self._whole:
+            chosen.append(self._choice.frugal(place, self._asked))
+        return tuple(_Step(one.tree, one.extra) for one in chosen)
 
     def _place(self, num_context: int) -> Place:
         return self._choice.place(num_context, self._num_sequences)

@@ -11,7 +11,8 @@ from specdeft import GenerationConfig, SpecDecoder, engine, tree_choice
 from specdeft.engine import Engine
 from specdeft.heads.calibration import REPLAYED_SIZES
 from specdeft.heads.medusa import HeadsConfig, MedusaHeads
-from specdeft.tree_choice import COMPILED_FOR_TOKENS, TreeChoice, sizes_tried
+from specdeft.step_trees import StepTrees
+from specdeft.tree_choice import COMPILED_FOR_TOKENS, RATIO_NOISE, Asked, TreeChoice, sizes_tried
 from specdeft.trees.search import ReplayedTau, ValuedPaths
 from specdeft.trees.token_tree import TokenTree
 from specdeft.walk import choose_along
@@ -157,6 +158,41 @@ def test_compiled_steps_have_one_tree_for_requests_of_all_lengths(
         config = GenerationConfig(max_new_tokens=num_tokens)
         assert decoder.tree_of(config, 9).num_nodes == 4
         assert decoder.expected_tau_of(config, 9) == by_size[4]
+
+
+def test_a_frugal_tree_is_tried_before_drafting_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two misses of the best tree use up a short text's overdraft; a chain of one costs less."""
+    charged = Charged(monkeypatch, per_node=0.01)
+    asked = Asked(5.0, 64)
+    values = replace(
+        PROMISED, taus=tuple(ReplayedTau(0.7, True, n, t, 64) for n, t in ((2, 1.5), (4, 1.9)))
+    )
+    decoder = charged.decoder(values=values)
+    step_ms = {1: 10.0, 2: 10.4, 4: 12.5}
+    monkeypatch.setattr(TreeChoice, "step_ms", lambda *_, **__: step_ms)
+    choice = decoder._choice
+    place = choice.place(9)
+    assert choice.at(place, asked).tree.num_nodes == 4
+    frugal = choice.frugal(place, asked)
+    assert frugal.tree.num_nodes == 2
+    assert frugal.extra == pytest.approx(0.04 + RATIO_NOISE)
+    trees = StepTrees(choice, [9], [64], 5.0, whole=False)
+    captured = StepTrees(choice, [9], [64], 5.0, whole=True)
+    sizes: dict[StepTrees, list[int]] = {trees: [], captured: []}
+    for left in range(63, 0, -1):
+        for one, seen in sizes.items():
+            seen.append(one(left).num_nodes)
+            one.observe(1.0)
+    assert sizes[trees] == [4, 4, 2, 2, 2] + [1] * 58
+    assert sizes[captured] == [4, 4] + [1] * 61
+    # A hit of the small tree pays for the large one.
+    trees = StepTrees(choice, [9], [64], 5.0, whole=False)
+    for _ in range(2):
+        trees(50)
+        trees.observe(1.0)
+    assert trees(50).num_nodes == 2
+    trees.observe(2.0)
+    assert trees(48).num_nodes == 4
 
 
 def test_a_tree_that_was_asked_for_is_used_throughout(monkeypatch: pytest.MonkeyPatch) -> None:
