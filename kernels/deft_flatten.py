@@ -10,6 +10,10 @@ steps; a program takes (row tile, KV head, split):
     loop 2   the rest: a 64-bit window of each row's mask words, moved to the block's first column
     epilogue the output itself where one split exists, else a partial for `merge`
 
+A prefix that the sequences share is a group of its own (KV-guided grouping): the same launch holds
+programs whose rows are the B * R queries of a KV head and whose KV is the prefix, loop 1 only, and
+those of the sequences begin behind it. The partials of both meet in the merge.
+
 Everything a launch depends on (grid, splits, scratch) follows from shapes and `max_context`;
 lengths, page table and mask words are read on the device, so a CUDA graph can hold the call.
 Bytes moved: K and V once per row tile (through L2; once from memory where the tiles of a split run
@@ -34,15 +38,19 @@ from specdeft.kernels.launch_shape import (
     MIN_BLOCKS,
     Kernel,
     LaunchShape,
+    SharedPrefix,
     can_start_early,
     launch_shape,
 )
 from specdeft.kernels.merge import (
     MERGE_TILE,
     TAIL_WEIGHT,
+    UNSPECIALIZED,
     blocks_of_tile,
+    extent_of_part,
     merge_kernel,
     merge_warps,
+    place_of_program,
     split_begin,
     splits_used,
     store_rows,
@@ -63,7 +71,8 @@ _SHORT_TAIL_NODES = 256  # up to here the masked loop is too short to pay for a 
 
 
 class Scratch(NamedTuple):
-    """Partials of one call, reusable by every layer: out fp32 [B, Hkv, S, R, D], lse [..., R]."""
+    """Partials of one call, reusable by every layer: out fp32 [B, Hkv, S, R, D], lse [..., R]; S
+    counts the splits of a shared prefix too."""
 
     out: Tensor
     lse: Tensor
@@ -155,11 +164,11 @@ def _masked_blocks(
     return b_acc, b_max, b_sum
 
 
-@triton.jit(do_not_specialize=["num_nodes", "num_rows", "num_words", "num_splits"])
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def _tree_attention_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, part_out_ptr, part_lse_ptr,
-    lengths_ptr, words_ptr, depths_ptr, table_ptr, sinks_ptr,
-    num_nodes, num_rows, num_words, num_splits, capacity, scale, cap,
+    lengths_ptr, words_ptr, depths_ptr, table_ptr, prefix_tokens_ptr, prefix_pages_ptr, sinks_ptr,
+    num_nodes, num_rows, num_words, num_splits, prefix_splits, prefix_rows, capacity, scale, cap,
     q_stride_b, q_stride_n, q_stride_h, out_stride_b, out_stride_n, out_stride_h,
     stride_slot, stride_head, words_stride_b, table_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
@@ -167,15 +176,25 @@ def _tree_attention_kernel(
     MASKED_STAGES: tl.constexpr,
     PAGE_SIZE: tl.constexpr, PAGED: tl.constexpr, ONE_SPLIT: tl.constexpr,
     MIN_BLOCKS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
-    HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_PREFIX: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:  # launched while the kernel before still ends: what it wrote is complete from here on
         tl.extra.cuda.gdc_wait()
-    i_tile = tl.program_id(0)  # fastest: the row tiles of a split share its KV through L2
-    i_head = tl.program_id(1)
-    i_split = tl.program_id(2) % num_splits
-    i_sequence = (tl.program_id(2) // num_splits).to(tl.int64)
+    # Row tiles are neighbours: those of a split share its KV through L2.
+    i_tile, i_head, i_split, i_sequence, in_prefix = place_of_program(
+        tl.program_id(0), tl.program_id(1), tl.program_id(2),
+        num_splits, num_rows, prefix_splits, prefix_rows, ROWS, KV_HEADS, HAS_PREFIX,
+    )  # fmt: skip
     length = tl.load(lengths_ptr + i_sequence).to(tl.int32)
+    table_row = table_ptr + i_sequence * table_stride
+    if HAS_PREFIX:
+        prefix_tokens = tl.load(prefix_tokens_ptr)
+        length, table_row, num_nodes, num_rows, num_splits, first_partial = extent_of_part(
+            in_prefix, length, table_row, num_nodes, num_rows, num_splits,
+            prefix_tokens, prefix_pages_ptr, prefix_splits, prefix_rows, KV_HEADS, PAGE_SIZE,
+        )  # fmt: skip
+        part_out_ptr += first_partial * DIM
+        part_lse_ptr += first_partial
     begin, end = blocks_of_tile(length, num_nodes, i_tile, ROWS, GROUP, BLOCK, WINDOW)
     used = splits_used(end - begin, num_splits, MIN_BLOCKS)
     if i_split >= used:
@@ -198,7 +217,6 @@ def _tree_attention_kernel(
 
     k_head = k_ptr + i_head.to(tl.int64) * stride_head
     v_head = v_ptr + i_head.to(tl.int64) * stride_head
-    table_row = table_ptr + i_sequence * table_stride
     first_slot = i_sequence * capacity
     o_word = i_sequence * words_stride_b + o_node * num_words
     b_depth = o_node  # read with a window only
@@ -253,9 +271,10 @@ def allocate_scratch(
 ) -> Scratch | None:
     """Room for the partials of `shape`, to be passed to every layer's call; None where one split
     writes the output itself."""
-    if shape.num_splits == 1:
+    splits = shape.num_splits + shape.prefix_splits
+    if splits == 1:
         return None
-    rows = (batch, kv_heads, shape.num_splits, shape.num_rows)
+    rows = (batch, kv_heads, splits, shape.num_rows)
     return Scratch(
         torch.empty(*rows, head_dim, dtype=torch.float32, device=device),
         torch.empty(rows, dtype=torch.float32, device=device),
@@ -278,6 +297,7 @@ def tree_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    prefix: SharedPrefix | None = None,
     scratch: Scratch | None = None,
     out: Tensor | None = None,
     shape: LaunchShape | None = None,
@@ -291,6 +311,9 @@ def tree_attention(
     window in positions counted by depth, which needs depths int32 [N]; sinks [Hq]. `shape`
     overrides `launch_shape`; `scratch` comes from `allocate_scratch`, else is allocated here;
     `out` like q.
+    prefix: committed tokens of all sequences, counted in their lengths, that are read once for all
+    B * N queries; page_size holds whole blocks of the tile then, and there is no window. A sequence
+    of length 0 has ended: it reads its own nodes only, and its output means nothing.
     Returns out [B, N, Hq, D] and lse float32 [B, N, Hq], natural log, sinks included.
     """
     _check(q, k_pool, v_pool, lengths, mask_words, page_table, page_size, scale, depths, window)
@@ -308,8 +331,13 @@ def tree_attention(
         device=q.device,
         page_size=None if page_table is None else page_size,
         plain=window is None and softcap is None,
+        has_prefix=prefix is not None,
     )
-    tile, splits = shape.tile, shape.num_splits
+    tile, splits = shape.tile, shape.num_splits + shape.prefix_splits
+    if prefix is not None:
+        _check_prefix(shape, page_table, page_size, window)
+        # Rows of all sequences as one run; a copy only where they do not lie so.
+        q = q.reshape(1, batch * num_nodes, query_heads, head_dim).view_as(q)
     out = torch.empty_like(q) if out is None else out
     lse = torch.empty(batch, num_nodes, query_heads, dtype=torch.float32, device=q.device)
     if splits > 1 and scratch is None:
@@ -328,10 +356,13 @@ def tree_attention(
         "out_ptr": out,
         "lse_ptr": lse,
         "lengths_ptr": lengths,
+        "prefix_tokens_ptr": lengths if prefix is None else prefix.num_tokens,
         "sinks_ptr": lengths if sinks is None else sinks,
         "num_nodes": num_nodes,
         "num_rows": shape.num_rows,
-        "num_splits": splits,
+        "num_splits": shape.num_splits,
+        "prefix_splits": shape.prefix_splits,
+        "prefix_rows": 0 if prefix is None else batch * shape.num_rows,
         "out_stride_b": out.stride(0),
         "out_stride_n": out.stride(1),
         "out_stride_h": out.stride(2),
@@ -342,6 +373,7 @@ def tree_attention(
         "BLOCK": tile.block,
         "MIN_BLOCKS": MIN_BLOCKS,
         "HAS_SINKS": sinks is not None,
+        "HAS_PREFIX": prefix is not None,
         # Either kernel starts while the one before it ends, and waits for its results before
         # reading any.
         **({"launch_pdl": True} if can_start_early(q) else {}),
@@ -350,6 +382,7 @@ def tree_attention(
         "q_ptr": q,
         "words_ptr": mask_words,
         "table_ptr": lengths if page_table is None else page_table,
+        "prefix_pages_ptr": lengths if prefix is None else prefix.pages,
         "num_words": mask_words.shape[-1],
         "capacity": capacity,
         "q_stride_b": q.stride(0),
@@ -363,6 +396,10 @@ def tree_attention(
         "num_warps": tile.num_warps,
     }
     grid = (shape.num_row_tiles, kv_heads, batch * splits)
+    if prefix is not None:
+        prefix_tiles = triton.cdiv(batch * shape.num_rows, tile.rows)
+        items = prefix_tiles * shape.prefix_splits + shape.num_row_tiles * batch * shape.num_splits
+        grid = (items * kv_heads, 1, 1)
     if tile.kernel is not Kernel.TRITON:
         from specdeft.kernels import flatten_hopper  # Gluon's Hopper half exists on such a device
 
@@ -428,6 +465,20 @@ def merged_rows(splits_padded: int, head_dim: int, tile_rows: int) -> int:
     """Rows of a merge program: what `MERGE_TILE` holds, a power of two that divides the tile."""
     rows: int = MERGE_TILE // (splits_padded * triton.next_power_of_2(head_dim))
     return max(1, min(rows, tile_rows, 8))
+
+
+def _check_prefix(
+    shape: LaunchShape, page_table: Tensor | None, page_size: int, window: int | None
+) -> None:
+    """What a prefix that is read once asks for: blocks without a mask, and a launch made for it."""
+    if page_table is None or page_size % shape.tile.block or window is not None:
+        raise ValueError(
+            f"a shared prefix is read once from pages of whole blocks of {shape.tile.block} tokens "
+            f"and without a window, got pages of {page_size if page_table is not None else None} "
+            f"and window {window}: leave it to the sequences with prefix=None"
+        )
+    if not shape.prefix_splits:
+        raise ValueError("the launch shape has no splits for the prefix: give has_prefix=True")
 
 
 def _check(

@@ -46,7 +46,15 @@ from specdeft.kernels.hopper_ops import (
     start_product,
     store_result,
 )
-from specdeft.kernels.merge import TAIL_WEIGHT, blocks_of_tile, split_begin, splits_used
+from specdeft.kernels.merge import (
+    TAIL_WEIGHT,
+    UNSPECIALIZED,
+    blocks_of_tile,
+    extent_of_part,
+    place_of_program,
+    split_begin,
+    splits_used,
+)
 
 
 @gluon.jit
@@ -90,17 +98,17 @@ def _blocks(
     return b_acc, b_weights, b_max, b_sum, page_v, page_k
 
 
-@gluon.jit(do_not_specialize=["num_nodes", "num_rows", "num_words", "num_splits"])
+@gluon.jit(do_not_specialize=UNSPECIALIZED)
 def hopper_attention_kernel(
     q_ptr, k_desc, v_desc, out_ptr, lse_ptr, part_out_ptr, part_lse_ptr,
-    lengths_ptr, words_ptr, table_ptr, sinks_ptr,
-    num_nodes, num_rows, num_words, num_splits, capacity, factor,
+    lengths_ptr, words_ptr, table_ptr, prefix_tokens_ptr, prefix_pages_ptr, sinks_ptr,
+    num_nodes, num_rows, num_words, num_splits, prefix_splits, prefix_rows, capacity, factor,
     q_stride_b, q_stride_n, q_stride_h, out_stride_b, out_stride_n, out_stride_h,
     words_stride_b, table_stride,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
     ROWS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
     PAGE_SIZE: gl.constexpr, PAGED: gl.constexpr, ONE_SPLIT: gl.constexpr,
-    MIN_BLOCKS: gl.constexpr, HAS_SINKS: gl.constexpr,
+    MIN_BLOCKS: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_PREFIX: gl.constexpr,
 ):  # fmt: skip
     gl.static_assert(ROWS == 64)  # of one warpgroup
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
@@ -118,19 +126,27 @@ def hopper_attention_kernel(
         mbarrier.init(k_bars.index(i_stage), count=1)
         mbarrier.init(v_bars.index(i_stage), count=1)
     fence_async_shared()
-    i_tile = gl.program_id(0)
-    i_head = gl.program_id(1)
-    i_split = gl.program_id(2) % num_splits
-    i_sequence = (gl.program_id(2) // num_splits).to(gl.int64)
+    i_tile, i_head, i_split, i_sequence, in_prefix = place_of_program(
+        gl.program_id(0), gl.program_id(1), gl.program_id(2),
+        num_splits, num_rows, prefix_splits, prefix_rows, ROWS, KV_HEADS, HAS_PREFIX,
+    )  # fmt: skip
     gdc_wait()  # launched while the kernel before still ends: its writes are complete from here
     length = gl.load(lengths_ptr + i_sequence).to(gl.int32)
+    table_row = table_ptr + i_sequence * table_stride
+    if HAS_PREFIX:
+        prefix_tokens = gl.load(prefix_tokens_ptr)
+        length, table_row, num_nodes, num_rows, num_splits, first_partial = extent_of_part(
+            in_prefix, length, table_row, num_nodes, num_rows, num_splits,
+            prefix_tokens, prefix_pages_ptr, prefix_splits, prefix_rows, KV_HEADS, PAGE_SIZE,
+        )  # fmt: skip
+        part_out_ptr += first_partial * DIM
+        part_lse_ptr += first_partial
     begin, end = blocks_of_tile(length, num_nodes, i_tile, ROWS, GROUP, BLOCK, 0)
     used = splits_used(end - begin, num_splits, MIN_BLOCKS)
     if i_split < used:
         all_see_to = length // BLOCK
         first = split_begin(i_split, used, begin, end, all_see_to, TAIL_WEIGHT)
         last = split_begin(i_split + 1, used, begin, end, all_see_to, TAIL_WEIGHT)
-        table_row = table_ptr + i_sequence * table_stride
         first_slot = (i_sequence * capacity).to(gl.int32)
         column = i_head * DIM
 

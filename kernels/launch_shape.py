@@ -10,6 +10,11 @@ of a KV head, else 64. All thresholds are measured, docs/tuning-attention.md.
 
 Splits: enough programs to fill the device once, no second small wave, no split shorter than
 `MIN_BLOCKS` inner steps, weighed against the partials that every further split writes and reads.
+
+A prefix that all sequences share may be read once, by the rows of all of them (`SharedPrefix`); it
+has splits of its own, so one launch serves every length of it. Whether that pays (`prefix_pays`)
+follows from row tiles: B sequences of R rows take B * ceil(R / 64) of them apart, ceil(B * R / 64)
+together.
 """
 
 from __future__ import annotations
@@ -24,6 +29,8 @@ import torch
 MIN_BLOCKS = 2  # inner steps below which a split costs more than it spreads
 INTERPRETED_SMS = 8  # a CPU has none: the interpreter runs programs one by one
 MAX_SPLITS = 64
+MIN_PREFIX_TOKENS = 512  # a shared prefix below which another part of partials costs more
+MOST_PREFIX_TILES = 0.75  # of the row tiles of the sequences apart
 
 
 class Kernel(Enum):
@@ -32,6 +39,17 @@ class Kernel(Enum):
     TRITON = "triton"
     HOPPER = "hopper"
     HOPPER_WIDE = "hopper-wide"
+
+
+class SharedPrefix(NamedTuple):
+    """Committed tokens that every sequence of a call begins with, on the same pages.
+
+    num_tokens: int32 [1], full pages of them. pages: int32 [P]; what stands behind those pages is
+    not read. Both are read on the device, so that a captured launch serves every prefix.
+    """
+
+    num_tokens: torch.Tensor
+    pages: torch.Tensor
 
 
 class TileShape(NamedTuple):
@@ -68,12 +86,16 @@ _UNSPLIT_TOKENS = 2400  # up to here, D = 128: one program on each SM reads all,
 
 
 class LaunchShape(NamedTuple):
-    """A launch for B sequences of N nodes: tiles, splits, and the sizes of the partials."""
+    """A launch for B sequences of N nodes: tiles, splits, and the sizes of the partials.
+
+    prefix_splits: those of a prefix that is read once, 0 where every sequence reads all it sees.
+    """
 
     tile: TileShape
     num_row_tiles: int
     num_splits: int
     num_rows: int
+    prefix_splits: int = 0
 
 
 @lru_cache(maxsize=512)
@@ -89,10 +111,12 @@ def launch_shape(
     device: torch.device,
     page_size: int | None = None,
     plain: bool = True,
+    has_prefix: bool = False,
 ) -> LaunchShape:
     """Choose for at most max_tokens = max_context + N tokens per sequence.
 
     page_size None: not paged. plain: neither window nor softcap, which the Hopper kernels lack.
+    has_prefix: a shared prefix is read once.
     """
     num_rows = num_nodes * (query_heads // kv_heads)
     sms = sm_count(device)
@@ -105,7 +129,40 @@ def launch_shape(
     # One row tile is bound by memory: one program per SM keeps enough loads in flight, and a second
     # would only double the partials.
     slots = sms * (tile.programs_per_sm if num_row_tiles > 1 else 1)
-    return LaunchShape(tile, num_row_tiles, choose_splits(units, blocks, slots, tile), num_rows)
+    splits = choose_splits(units, blocks, slots, tile)
+    prefix_splits = 0
+    if has_prefix:
+        # How the tokens are shared out between the prefix and the rest is known on the device only:
+        # either part gets the splits of a launch of its own.
+        prefix_units = kv_heads * math.ceil(batch * num_rows / tile.rows)
+        prefix_splits = choose_splits(prefix_units, blocks, slots, tile)
+    return LaunchShape(tile, num_row_tiles, splits, num_rows, prefix_splits)
+
+
+def prefix_pays(
+    *,
+    batch: int,
+    num_nodes: int,
+    query_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    page_size: int,
+    num_tokens: int,
+) -> bool:
+    """Whether a prefix of so many tokens is better read once than by each of B sequences.
+
+    It is where the rows of all sequences fill fewer tiles together than apart.
+    """
+    num_rows = num_nodes * (query_heads // kv_heads)
+    tile = tile_shape(num_rows, head_dim, dtype)
+    if is_hopper(device) and hopper_fits(head_dim, dtype, page_size):
+        tile = HOPPER_TILES[head_dim]
+    apart = batch * math.ceil(num_rows / tile.rows)
+    together = math.ceil(batch * num_rows / tile.rows)
+    fits = num_tokens >= MIN_PREFIX_TOKENS and page_size >= tile.block
+    return fits and together <= MOST_PREFIX_TILES * apart
 
 
 def hopper_tile(

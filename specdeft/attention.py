@@ -39,6 +39,8 @@ def make_attention(
     num_new: int,
     tree: TreeTensors | None,
     max_context: int | None = None,
+    *,
+    prefix_once: bool = False,
 ) -> LayerAttention:
     """The attention of one forward of ``num_new`` tokens after the committed ones.
 
@@ -50,6 +52,8 @@ def make_attention(
         tree: whose ancestors the N tokens see; None is a causal chunk of a prompt.
         max_context: a bound on the committed lengths that fixes the launch (Triton only); None
             asks the KV tree, whose counts are then up to date.
+        prefix_once: the pages that all sequences begin with are read once (Triton only), but for
+            layers with a window, which begins elsewhere in each sequence.
     """
     if choice is KernelChoice.CPU:
         return CpuAttention(cache, batch, num_new, tree)
@@ -57,7 +61,7 @@ def make_attention(
         max_context = max(cache.length(sequence) for sequence in batch.sequences)
     begins = tree is None and max_context == 0
     kind = FirstChunkAttention if begins else TritonAttention
-    return kind(cache, batch, num_new, tree, max_context)
+    return kind(cache, batch, num_new, tree, max_context, prefix_once=prefix_once)
 
 
 class CpuAttention:
@@ -110,6 +114,8 @@ class TritonAttention:
         num_new: int,
         tree: TreeTensors | None,
         max_context: int,
+        *,
+        prefix_once: bool = False,
     ) -> None:
         # These need triton, which the CPU path must not.
         from specdeft.kernels.deft_flatten import tree_attention
@@ -124,6 +130,7 @@ class TritonAttention:
             "page_size": cache.page_size,
             "capacity": cache.page_size * batch.page_table.shape[1],
         }
+        self._prefix = batch.prefix if prefix_once else None
         self._num_new, self._tree, self._max_context = num_new, tree, max_context
 
     @cached_property
@@ -142,8 +149,9 @@ class TritonAttention:
         """See `model.LayerAttention`."""
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         self._store(k, v, keys, values, **self._place)
+        prefix = self._prefix if options.window is None else None
         out: Tensor = self._tree_attention(
-            q, keys, values, **self._place, **self._shape, **options._asdict()
+            q, keys, values, **self._place, **self._shape, **options._asdict(), prefix=prefix
         )[0]
         return out
 

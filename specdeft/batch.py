@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specdeft.kernels.launch_shape import SharedPrefix
 from specdeft.kv_tree import KVTree
 from specdeft.model import TargetModel
 
@@ -29,6 +30,9 @@ class Batch:
             entries of row b.
         history: [B, C] int64, tokens by position: the committed ones, then the root at position
             lengths[b]; what stands behind it means nothing.
+        prefix: the full pages that all sequences begin with, for kernels that read them once; None
+            for one sequence, which has nobody to share them with.
+        num_shared: the tokens of those pages, as the host knows them.
     """
 
     sequences: tuple[int, ...]
@@ -40,6 +44,8 @@ class Batch:
     emitted: Tensor
     counts: Tensor
     history: Tensor
+    prefix: SharedPrefix | None = None
+    num_shared: int = 0
 
     @classmethod
     def allocate(
@@ -66,6 +72,12 @@ class Batch:
             counts=torch.zeros(size, dtype=torch.int64, device=device),
             # One more than the pages hold: the root is not in them yet.
             history=torch.zeros(size, num_pages * page_size + 1, dtype=torch.int64, device=device),
+            prefix=None
+            if size == 1
+            else SharedPrefix(
+                torch.zeros(1, dtype=torch.int32, device=device),
+                torch.zeros(num_pages, dtype=torch.int32, device=device),
+            ),
         )
 
     @classmethod
@@ -92,6 +104,10 @@ class Batch:
         lengths = [cache.length(sequence) for sequence in sequences]
         self.lengths.copy_(torch.tensor(lengths, dtype=torch.int32))
         self.active.fill_(1)
+        self.num_shared = cache.num_shared_tokens(sequences)
+        if self.prefix is not None:
+            self.prefix.num_tokens.fill_(self.num_shared)
+            self.prefix.pages[: table.shape[1]] = table[0]
 
     def row(self, index: int) -> "Batch":
         """One bound sequence as a batch of its own, on the same storage."""
@@ -106,6 +122,8 @@ class Batch:
         return Batch(
             tuple(self.sequences[row] for row in rows),
             *(tensor.index_select(0, index) for tensor in self._tensors()),
+            self.prefix,  # fewer sequences share no less
+            self.num_shared,
         )
 
     def retire(self, row: int, page: int) -> None:
@@ -127,7 +145,7 @@ class Batch:
         return self.root.shape[0]
 
     def _tensors(self) -> tuple[Tensor, ...]:
-        """All tensors in the order of the fields."""
+        """All tensors with a row for each sequence, in the order of the fields."""
         return (
             self.root,
             self.hidden,

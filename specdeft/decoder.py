@@ -288,7 +288,8 @@ class SpecDecoder:
         self, num_tokens: int = 1024, *, batch_size: int = 1, temperature: float = 0.0
     ) -> float:
         """Do ahead what first generations would wait for: the tree's and the plain steps of
-        sequences of up to ``num_tokens`` tokens are compiled and captured, by decoding a little.
+        sequences of up to ``num_tokens`` tokens are compiled and captured, by decoding a little;
+        those of several sequences with and without a common beginning.
 
         Args:
             num_tokens: prompt and new tokens of the longest sequence to come, 16 or more.
@@ -317,8 +318,11 @@ class SpecDecoder:
                 # A step's graph serves up to its bucket's end: just below it, nothing is left out.
                 beyond = 2 + 2 * (tree.max_depth + 1)
                 length = max(min(bucket, num_tokens) - beyond, 1)
-                prompts = [torch.zeros(length, dtype=torch.int64)] * batch_size
-                self.generate(prompts, tree=tree, **settings)
+                alike = torch.zeros(batch_size, length, dtype=torch.int64)
+                apart = alike.clone()  # takes more memory, so it comes first
+                apart[:, 0] = torch.arange(batch_size)
+                for prompts in (apart, alike) if batch_size > 1 else (alike,):
+                    self.generate(list(prompts), tree=tree, **settings)
         return self._clock() - began
 
     def plain(self, prompt: Prompt, **settings: Any) -> GenerationResult:

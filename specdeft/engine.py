@@ -24,6 +24,7 @@ from specdeft.compiling import compiled, room_for_forms
 from specdeft.heads.eight_bit import Product, product_for
 from specdeft.heads.medusa import MedusaHeads
 from specdeft.kernels.commit import commit
+from specdeft.kernels.launch_shape import prefix_pays
 from specdeft.kv_tree import KVTree
 from specdeft.model import TargetModel, TargetOutput
 from specdeft.sampling import Sampler, choose_tokens
@@ -216,6 +217,23 @@ class Engine:
             decision = self.decide(batch, tree, tokens, output, sampler)
             self.commit(cache, batch, tree, decision)
 
+    def reads_prefix_once(self, cache: KVTree, batch: Batch, num_nodes: int) -> bool:
+        """Whether a step of so many nodes reads the pages that all sequences share once for all of
+        them; known on the host, and with it which of two graphs holds the step."""
+        if self.kernels is not KernelChoice.TRITON or batch.prefix is None:
+            return False
+        return prefix_pays(
+            batch=batch.size,
+            num_nodes=num_nodes,
+            query_heads=self.target.num_query_heads,
+            kv_heads=self.target.shape.num_kv_heads,
+            head_dim=self.target.shape.head_dim,
+            dtype=self.target.dtype,
+            device=self.target.device,
+            page_size=cache.page_size,
+            num_tokens=batch.num_shared,
+        )
+
     # -- the four phases of a step ---------------------------------------------------------------
 
     def draft(self, batch: Batch, tree: TreeTensors) -> Tensor:
@@ -235,7 +253,15 @@ class Engine:
         start = batch.lengths.to(torch.int64)[:, None]
         # Drafted nodes past the last position can never be kept; any valid position will do there.
         positions = (start + tree.depths).clamp(max=self.target.max_context - 1)
-        attention = make_attention(self.kernels, cache, batch, tree.num_nodes, tree, max_context)
+        attention = make_attention(
+            self.kernels,
+            cache,
+            batch,
+            tree.num_nodes,
+            tree,
+            max_context,
+            prefix_once=self.reads_prefix_once(cache, batch, tree.num_nodes),
+        )
         return self.target.forward(tokens, positions, attention, last_only=False)
 
     def decide(

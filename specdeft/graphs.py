@@ -1,4 +1,5 @@
-"""Steps as CUDA graphs: captured once per (tree, rule, context bucket), replayed without the host.
+"""Steps as CUDA graphs: captured once per (tree, rule, context bucket, whether a shared prefix is
+read once), replayed without the host.
 
 Nobody else captures. A `StepGraphs` owns the static tensors its graphs were captured on (one batch,
 one sampler, one KV tree) and a ring of pinned outboxes: after every replay the step's tokens are
@@ -31,6 +32,7 @@ class _Key(NamedTuple):
     tree: str
     rule: SamplingRule
     max_context: int
+    prefix_once: bool
 
 
 class _Outbox(NamedTuple):
@@ -102,7 +104,8 @@ class StepGraphs:
         Raises:
             ValueError: the model does something that no graph can hold.
         """
-        key = _Key(tree.tree.content_hash, self.sampler.rule, max_context)
+        prefix_once = self.engine.reads_prefix_once(self.cache, self.batch, tree.num_nodes)
+        key = _Key(tree.tree.content_hash, self.sampler.rule, max_context, prefix_once)
         if key not in self._graphs:
             self._graphs[key] = self._captured(tree, max_context), tree
         return self._graphs[key][0]

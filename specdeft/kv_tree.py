@@ -7,6 +7,8 @@ Drafted tokens stand in the scratch slots right after the committed ones (`reser
 keeps the accepted ones (`kernels/commit.py` moves them, `advance` counts them).
 """
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -201,6 +203,16 @@ class KVTree:
         width = max((len(row) for row in rows), default=0)
         padded = [row + (row[-1:] or [0]) * (width - len(row)) for row in rows]
         return torch.tensor(padded, dtype=torch.int32).to(self.keys.device)
+
+    def num_shared_tokens(self, sequences: Sequence[int]) -> int:
+        """Tokens of the full pages that all of several sequences begin with; 0 for one alone."""
+        if len(sequences) < 2:
+            return 0
+        states = [self._sequences[sequence] for sequence in sequences]
+        most = min(state.length for state in states) // self.page_size
+        columns = zip(*(state.pages[:most] for state in states), strict=True)
+        same = itertools.takewhile(lambda pages: len(set(pages)) == 1, columns)
+        return self.page_size * sum(1 for _ in same)
 
     def slots(self, sequence: int, start: int, stop: int) -> Tensor:
         """int64 [stop - start] pool slots of the positions start..stop-1."""

@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from specdeft.bench.random_model import random_heads, random_model
 from specdeft.config import GenerationConfig
 from specdeft.decoder import SpecDecoder
+from specdeft.engine import Engine
 from specdeft.graphs import StepGraphs
 from specdeft.heads.medusa import HeadsConfig, MedusaHeads
 from specdeft.trees.token_tree import TokenTree
@@ -166,6 +167,45 @@ def test_a_batch_of_eight_equals_its_rows_alone(family: str, cuda_graphs: bool) 
         results = decoder.generate([torch.tensor(prompt) for prompt in prompts], **request)
         assert [result.token_ids for result in results] == alone
         assert len({result.stats.num_steps for result in results}) > 1
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_a_prefix_read_once_by_a_batch(
+    family: str, cuda_graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several prefixes, rows without one, and rows that end, by the same graphs."""
+    read_once: list[bool] = []
+    asked = Engine.reads_prefix_once
+
+    def watched(*arguments: Any) -> bool:
+        read_once.append(asked(*arguments))
+        return read_once[-1]
+
+    monkeypatch.setattr(Engine, "reads_prefix_once", watched)
+    model = tiny_model(family, max_position_embeddings=2048).to("cuda")
+    plain_decoder = SpecDecoder(model, ByteTokenizer(), cuda_graphs=cuda_graphs)
+    request: dict[str, Any] = {"max_new_tokens": NUM_TOKENS, "temperature": 0.7}
+    request |= {"eos_token_ids": ()}
+    batches, alone, texts = [], [], []
+    for num_shared in (600, 140, 0, 1100):
+        trunk = prompt_ids(num_shared, seed=num_shared)
+        prompts = [trunk + prompt_ids(5 + 9 * row, seed=row) for row in range(8)]
+        whole = [plain_decoder.generate(p, sequence=r, **request) for r, p in enumerate(prompts)]
+        # The first row ends first: its table led to the prefix too.
+        ends = {**request, "eos_token_ids": (whole[0].token_ids[4], whole[5].token_ids[20])}
+        cut = [plain_decoder.generate(p, sequence=r, **ends) for r, p in enumerate(prompts)]
+        texts += [result.token_ids for result in whole]
+        alone.append([result.token_ids for result in cut])
+        batches.append((prompts, ends))
+    heads = SuccessorHeads(texts, "cuda")
+    for tree in (TokenTree.chain(0), TokenTree.full([2])):
+        decoder = SpecDecoder(model, ByteTokenizer(), heads, tree=tree, cuda_graphs=cuda_graphs)
+        read_once.clear()
+        for (prompts, ends), expected in zip(batches, alone, strict=True):
+            results = decoder.generate([torch.tensor(prompt) for prompt in prompts], **ends)
+            assert [result.token_ids for result in results] == expected
+        assert set(read_once) == {False, True}
 
 
 def test_a_graphed_step_never_waits_for_the_device() -> None:

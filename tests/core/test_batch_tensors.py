@@ -43,6 +43,26 @@ def test_bound_rows_know_pages_and_lengths(bound: tuple[KVTree, Batch]) -> None:
     cache.check_invariants()
 
 
+def test_what_all_rows_share_is_known_apart(bound: tuple[KVTree, Batch]) -> None:
+    cache, batch = bound
+    assert batch.prefix is not None
+    assert batch.num_shared == batch.prefix.num_tokens.item() == 0
+    pages, storage = batch.page_table[0].clone(), batch.prefix.pages.data_ptr()
+    first, second, third = batch.sequences
+    batch.bind(cache, (first, second, cache.fork(first)))
+    assert batch.num_shared == batch.prefix.num_tokens.item() == PAGE
+    assert batch.prefix.pages[0] == pages[0]
+    assert batch.prefix.pages.data_ptr() == storage
+    batch.retire(0, cache.own_page(first))  # its table is gone, what it shared is not
+    assert batch.prefix.pages[0] == pages[0]
+    rest = batch.select([1, 2])
+    assert rest.prefix is batch.prefix
+    assert rest.num_shared == PAGE
+    assert batch.row(1).prefix is None
+    batch.bind(cache, (first, second, third))
+    assert batch.num_shared == batch.prefix.num_tokens.item() == 0
+
+
 def test_a_row_is_a_view_and_a_selection_a_copy(bound: tuple[KVTree, Batch]) -> None:
     _cache, batch = bound
     batch.row(1).root.fill_(7)

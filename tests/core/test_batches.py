@@ -7,6 +7,7 @@ import torch
 
 from specdeft.attention import KernelChoice
 from specdeft.decoder import SpecDecoder
+from specdeft.kernels import launch_shape
 from specdeft.prompts import MIN_SHARED_TOKENS, num_shared_tokens
 from specdeft.trees.named import named_tree
 from specdeft.trees.token_tree import TokenTree
@@ -182,13 +183,26 @@ def test_a_shared_beginning_is_read_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert sum(read) == 100 + sum(len(prompt) - 100 for prompt in prompts)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_batches_through_the_triton_kernels(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "prefix_once"), [("llama", False), ("llama", True), ("gemma2", True)]
+)
+def test_batches_through_the_triton_kernels(
+    family: str, prefix_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Pages shared by the rows, tables of different lengths, and a row that ends: interpreted."""
-    pytest.importorskip("triton")
+    deft_flatten = pytest.importorskip("specdeft.kernels.deft_flatten")
+    monkeypatch.setattr(launch_shape, "MIN_PREFIX_TOKENS", 128 if prefix_once else 1 << 30)
+    prefixes: list[Any] = []
+    attention = deft_flatten.tree_attention
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        prefixes.append(kwargs["prefix"])
+        return attention(*args, **kwargs)
+
+    monkeypatch.setattr(deft_flatten, "tree_attention", watched)
     model = tiny_model(family)
     trunk = prompt_ids(130, seed=3)  # more than a page
-    prompts = [trunk + prompt_ids(length, seed=length) for length in (3, 9)]
+    prompts = [trunk + prompt_ids(length, seed=length) for length in (3, 9, 5)]
     plain = SpecDecoder(model, ByteTokenizer())
     settings: dict[str, Any] = {"max_new_tokens": 5, "temperature": 0.7}
     expected = alone(plain, prompts, settings)
@@ -200,6 +214,8 @@ def test_batches_through_the_triton_kernels(family: str) -> None:
     expected = alone(plain, prompts, settings)
     results = decoder.generate([torch.tensor(prompt) for prompt in prompts], **settings)
     assert [r.token_ids for r in results] == [r.token_ids for r in expected]
+    assert any(prefix is not None for prefix in prefixes) == prefix_once
+    assert any(prefix is None for prefix in prefixes)  # prompts, layers with a window
 
 
 def test_the_end_of_the_context_is_a_reason() -> None:

@@ -194,3 +194,21 @@ def test_unknown_sequences_are_named(number: Any) -> None:
         with pytest.raises(ValueError, match="has no sequence"):
             use()
     cache.check_invariants()
+
+
+def test_full_pages_that_all_sequences_share() -> None:
+    cache = new_tree(page_size=4)
+    trunk, other = cache.open(), cache.open()
+    write(cache, trunk, [1.0] * 10)
+    write(cache, other, [1.0] * 10)  # the same tokens, on pages of its own
+    first, second = cache.fork(trunk), cache.fork(trunk)
+    assert cache.num_shared_tokens([trunk, first, second]) == 8  # the last partial page is copied
+    assert cache.num_shared_tokens([first, trunk]) == 8
+    assert cache.num_shared_tokens([trunk, other]) == 0
+    assert cache.num_shared_tokens([trunk, first, other]) == 0
+    assert cache.num_shared_tokens([trunk]) == 0
+    cache.truncate(second, 7)
+    assert cache.num_shared_tokens([trunk, first, second]) == 4
+    assert cache.num_shared_tokens([trunk, first]) == 8
+    with pytest.raises(ValueError, match="no sequence 99"):
+        cache.num_shared_tokens([trunk, 99])

@@ -3,6 +3,7 @@
 Run in a fresh process without TRITON_INTERPRET: python -m tests.kernels.compile_for_hopper
 """
 
+import itertools
 import json
 import re
 import subprocess
@@ -92,28 +93,30 @@ def main() -> None:
     """All configurations."""
     heads = {"KV_HEADS": 8, "GROUP": 4, "DIM": 128}
     paged = {"PAGE_SIZE": 64, "PAGED": True}
-    for rows, one_split in ((16, False), (64, True)):
+    for rows, one_split, has_prefix in ((16, False, False), (64, True, False), (16, False, True)):
         tile = tile_shape(rows, 128, torch.bfloat16)
         constants = {
             **heads, **paged, "DIM_PADDED": 128, "ROWS": tile.rows, "BLOCK": tile.block,
             "MASKED_TILE": 64, "MASKED_STAGES": 1, "ONE_SPLIT": one_split, "MIN_BLOCKS": 2,
-            "WINDOW": 0, "CAPPED": False, "HAS_SINKS": False, "PRECISION": "tf32", "PDL": True,
+            "WINDOW": 0, "CAPPED": False, "HAS_SINKS": False, "HAS_PREFIX": has_prefix,
+            "PRECISION": "tf32", "PDL": True,
         }  # fmt: skip
         options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-        compile_kernel(f"flatten-{rows}", deft_flatten._tree_attention_kernel, constants, options)
+        name = f"flatten-{rows}" + ("-prefix" if has_prefix else "")
+        compile_kernel(name, deft_flatten._tree_attention_kernel, constants, options)
     hopper_tiles = {f"hopper-{dim}": (dim, tile) for dim, tile in HOPPER_TILES.items()}
     hopper_tiles |= {f"hopper-long-{dim}": (dim, tile) for dim, tile in HOPPER_LONG_TILES.items()}
     hopper_tiles |= {f"hopper-wide-{dim}": (dim, tile) for dim, tile in HOPPER_WIDE_TILES.items()}
-    for name, (dim, tile) in hopper_tiles.items():
+    for (name, (dim, tile)), has_prefix in itertools.product(hopper_tiles.items(), (False, True)):
         constants = {
             "KV_HEADS": 3, "GROUP": 3, "DIM": dim, "PAGE_SIZE": 128, "PAGED": True,
             "ROWS": tile.rows, "BLOCK": tile.block, "STAGES": tile.num_stages, "ONE_SPLIT": False,
-            "MIN_BLOCKS": 2, "HAS_SINKS": False,
+            "MIN_BLOCKS": 2, "HAS_SINKS": False, "HAS_PREFIX": has_prefix,
         }  # fmt: skip
         is_wide = tile.kernel is Kernel.HOPPER_WIDE
         layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
         compile_kernel(
-            name,
+            f"{name}-prefix" if has_prefix else name,
             flatten_hopper_wide.wide_attention_kernel
             if is_wide
             else flatten_hopper.hopper_attention_kernel,
@@ -123,9 +126,12 @@ def main() -> None:
         )
     merged = {
         **heads, "DIM_PADDED": 128, "ROWS": 64, "BLOCK": 64, "MIN_BLOCKS": 2, "WINDOW": 0,
-        "HAS_SINKS": False, "MERGED": 2, "SPLITS_PADDED": 8, "PDL": True,
+        "HAS_SINKS": False, "HAS_PREFIX": False, "MERGED": 2, "SPLITS_PADDED": 8, "PDL": True,
     }  # fmt: skip
     compile_kernel("merge", merge.merge_kernel, merged, {"num_warps": 1})
+    # The most that one warp holds: the splits of a prefix and of a sequence in one tile.
+    merged |= {"HAS_PREFIX": True, "MERGED": 1, "SPLITS_PADDED": 32}
+    compile_kernel("merge-prefix", merge.merge_kernel, merged, {"num_warps": 1})
     forest = {"GROUP": 4, "DIM": 128, "DIM_PADDED": 128}
     partials = {
         **forest, "ROWS": 64, "BLOCK": 64, "NUM_WORDS": 1, "WINDOW": 0, "CAPPED": False,

@@ -123,6 +123,59 @@ def test_sinks(num_splits: int, tile: TileShape) -> None:
 
 
 @native
+@pytest.mark.parametrize(
+    ("heads", "tile"),
+    [
+        ((8, 2, 128), NARROW),
+        ((8, 2, 128), WIDE),
+        ((8, 2, 128), HOPPER_LONG_TILES[128]),
+        ((9, 3, 64), HOPPER_TILES[64]),
+        ((9, 3, 64), HOPPER_LONG_TILES[64]),
+        ((4, 2, 256), HOPPER_TILES[256]),
+        ((4, 2, 256), HOPPER_WIDE_TILES[256]),
+    ],
+    ids=["narrow", "wide", "128-long", "64", "64-long", "256", "256-wide"],
+)
+@pytest.mark.parametrize("num_nodes", [1, 5, 33, 70])
+@pytest.mark.parametrize("pages", [1, 9])
+def test_a_prefix_read_once(
+    pages: int, num_nodes: int, heads: tuple[int, int, int], tile: TileShape
+) -> None:
+    lengths = [pages * 128 + own for own in (0, 63, 64, 200)]
+    case = Case(
+        [*lengths, 0], random_parents(num_nodes, 3), heads=heads, dtype=BF16, page_size=128,
+        prefix_pages=pages, sinks=torch.randn(heads[0]),
+    )  # fmt: skip
+    if not is_hopper(DEVICE):
+        pytest.skip("needs compute capability 9.0")
+    for splits, prefix_splits in ((1, 1), (3, 2), (2, 7)):
+        case.check(splits, tile, prefix_splits)
+    shape = case.shape(3, tile, 4)
+    first, first_lse = case.run(shape)
+    for _ in range(5):
+        again, again_lse = case.run(shape)
+        assert torch.equal(first, again)
+        assert torch.equal(first_lse, again_lse)
+
+
+@native
+@pytest.mark.parametrize("heads", [(32, 8, 128), (9, 3, 64), (16, 8, 256)])
+@pytest.mark.parametrize(("batch", "num_nodes"), [(2, 1), (8, 1), (8, 16), (32, 3)])
+def test_a_prefix_by_the_launchers_own_choice(
+    batch: int, num_nodes: int, heads: tuple[int, int, int]
+) -> None:
+    lengths = [4 * 128 + 37 * row for row in range(batch)]
+    case = Case(
+        lengths, random_parents(num_nodes, 3), heads=heads, dtype=BF16, page_size=128,
+        prefix_pages=4,
+    )  # fmt: skip
+    if not is_hopper(DEVICE):
+        pytest.skip("needs compute capability 9.0")
+    assert case.chosen().tile.kernel is not Kernel.TRITON
+    case.check()
+
+
+@native
 @BOTH
 def test_equal_inputs_give_equal_bits(tile: TileShape) -> None:
     case = Case([3000], random_parents(64, 2), heads=(8, 2, 128), dtype=BF16, page_size=128)
