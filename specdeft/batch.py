@@ -21,6 +21,9 @@ class Batch:
 
     Attributes:
         sequences: the B sequences of the KV tree.
+        num_shared: tokens of the full pages that all of them begin with.
+        prefix: those pages and that number for kernels that read them once; None for one sequence,
+            which has nobody to share them with.
         root: [B] int64, the token decided last, not yet in the cache.
         hidden: [B, hidden], the hidden state that decided it.
         lengths: [B] int32, committed tokens.
@@ -30,12 +33,11 @@ class Batch:
             entries of row b.
         history: [B, C] int64, tokens by position: the committed ones, then the root at position
             lengths[b]; what stands behind it means nothing.
-        prefix: the full pages that all sequences begin with, for kernels that read them once; None
-            for one sequence, which has nobody to share them with.
-        num_shared: the tokens of those pages, as the host knows them.
     """
 
     sequences: tuple[int, ...]
+    num_shared: int
+    prefix: SharedPrefix | None
     root: Tensor
     hidden: Tensor
     lengths: Tensor
@@ -44,8 +46,6 @@ class Batch:
     emitted: Tensor
     counts: Tensor
     history: Tensor
-    prefix: SharedPrefix | None = None
-    num_shared: int = 0
 
     @classmethod
     def allocate(
@@ -63,6 +63,13 @@ class Batch:
         device = target.device
         return cls(
             sequences=(),
+            num_shared=0,
+            prefix=None
+            if size == 1
+            else SharedPrefix(
+                torch.zeros(1, dtype=torch.int32, device=device),
+                torch.zeros(num_pages, dtype=torch.int32, device=device),
+            ),
             root=torch.zeros(size, dtype=torch.int64, device=device),
             hidden=torch.zeros(size, target.hidden_size, dtype=target.dtype, device=device),
             lengths=torch.zeros(size, dtype=torch.int32, device=device),
@@ -72,12 +79,6 @@ class Batch:
             counts=torch.zeros(size, dtype=torch.int64, device=device),
             # One more than the pages hold: the root is not in them yet.
             history=torch.zeros(size, num_pages * page_size + 1, dtype=torch.int64, device=device),
-            prefix=None
-            if size == 1
-            else SharedPrefix(
-                torch.zeros(1, dtype=torch.int32, device=device),
-                torch.zeros(num_pages, dtype=torch.int32, device=device),
-            ),
         )
 
     @classmethod
@@ -113,6 +114,8 @@ class Batch:
         """One bound sequence as a batch of its own, on the same storage."""
         return Batch(
             self.sequences[index : index + 1],
+            0,
+            None,
             *(tensor[index : index + 1] for tensor in self._tensors()),
         )
 
@@ -121,9 +124,9 @@ class Batch:
         index = torch.tensor(rows, dtype=torch.int64, device=self.root.device)
         return Batch(
             tuple(self.sequences[row] for row in rows),
+            self.num_shared,  # fewer sequences share no less
+            self.prefix,
             *(tensor.index_select(0, index) for tensor in self._tensors()),
-            self.prefix,  # fewer sequences share no less
-            self.num_shared,
         )
 
     def retire(self, row: int, page: int) -> None:
