@@ -22,13 +22,14 @@ import torch
 from specdeft.bench.attention_commit import CommitTime, time_commit
 from specdeft.bench.attention_measure import Outcome, Setting, Subject
 from specdeft.bench.attention_merge import merged
-from specdeft.bench.attention_methods import FOREST_METHODS, METHODS, OURS
+from specdeft.bench.attention_methods import BATCH_METHODS, FOREST_METHODS, METHODS, OURS
 from specdeft.bench.attention_report import make_report
 from specdeft.bench.attention_workloads import (
     Workload,
     named_forest,
     parse_heads,
     random_tree,
+    shared_prefix,
     speculation,
 )
 from specdeft.bench.cuda_timing import Ceilings, measure_ceilings
@@ -63,6 +64,16 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         metavar="NAME",
         help="instead of token trees: few-shot-B, or a JSON file of recorded generation trees",
+    )
+    options.add_argument(
+        "--batch",
+        nargs="+",
+        type=int,
+        metavar="B",
+        help="instead of single sequences: batches that begin with --context common tokens",
+    )
+    options.add_argument(
+        "--own", type=int, default=512, help="tokens of each sequence of a batch behind those"
     )
     options.add_argument(
         "--commit", action="store_true", help="instead of token trees: the commit of 32 layers"
@@ -103,6 +114,11 @@ def main(arguments: Sequence[str]) -> Finished:
         return _merge(options)
     if options.repeats < 1:
         raise ValueError(f"--repeats is {options.repeats}: measure 1 time or more")
+    if min(options.batch or (2,)) < 2 or options.own < 1:
+        raise ValueError(
+            f"--batch is {options.batch} and --own {options.own}: give 2 sequences or more, with "
+            "at least 1 token each"
+        )
     shapes = [parse_heads(text, _DTYPES[options.dtype]) for text in options.heads]
     workloads = list(_workloads(options, shapes))
     device = _device()
@@ -148,7 +164,11 @@ def _workloads(options: argparse.Namespace, shapes: Sequence[HeadShape]) -> Iter
         if not options.forests and not options.commit:
             for context in options.context:
                 for nodes in options.nodes:
-                    yield speculation(shape, context, random_tree(nodes))
+                    tree = random_tree(nodes)
+                    if not options.batch:
+                        yield speculation(shape, context, tree)
+                    for batch in options.batch or ():
+                        yield shared_prefix(shape, context, options.own, batch, tree)
 
 
 def _outcomes(
@@ -161,7 +181,9 @@ def _outcomes(
     with progress(len(workloads), "attention", "place") as done:
         for workload in workloads:
             subject = Subject(workload, setting)
-            usual = DEFAULT_METHODS if workload.tree is not None else FOREST_METHODS
+            usual: Sequence[str] = FOREST_METHODS
+            if workload.tree is not None:
+                usual = DEFAULT_METHODS if workload.batch == 1 else BATCH_METHODS
             for repeat in range(1, options.repeats + 1):
                 for method in options.methods or usual:
                     yield _outcome(folder, subject, method, repeat)

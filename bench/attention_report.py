@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from specdeft.bench.attention_commit import NUM_ACCEPTED, NUM_LAYERS, NUM_NODES, CommitTime
 from specdeft.bench.attention_measure import FAR_ABOVE, Outcome
-from specdeft.bench.attention_methods import OURS
+from specdeft.bench.attention_methods import OUR_WAYS, OURS
 from specdeft.bench.attention_workloads import FEW_SHOT
 from specdeft.bench.cuda_timing import Ceilings
 from specdeft.bench.report import Cell, Report, Table
@@ -91,7 +91,7 @@ def comparisons(outcomes: Sequence[Outcome]) -> list[Comparison]:
     pairs: dict[tuple[tuple[str, str, int], str], list[tuple[Outcome, float]]] = {}
     for other in outcomes:
         mine = ours.get((other.place, other.repeat))
-        if other.method != OURS and other.median_us is not None and mine is not None:
+        if other.method not in OUR_WAYS and other.median_us is not None and mine is not None:
             pairs.setdefault((other.place, other.method), []).append((mine, other.median_us))
     return [
         Comparison(

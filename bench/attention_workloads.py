@@ -2,7 +2,8 @@
 
 A workload is a forest with queries and a head shape. Speculation is the special forest of one
 sequence and a token tree below it, which our speculation kernel and FlashInfer take as a page table
-and a mask; every other method takes any forest.
+and a mask; every other method takes any forest. A batch is that forest for sequences that begin
+with the same tokens, each with a token tree of one shape.
 """
 
 from __future__ import annotations
@@ -24,13 +25,19 @@ _PROMPT_TOKENS, _BRANCH_TOKENS = 4000, 400  # the paper's few-shot workload, sec
 
 
 class Workload(NamedTuple):
-    """One attention problem; `tree` and `num_context` where it is a token tree of speculation."""
+    """One attention problem; `tree` and `num_context` where it is a token tree of speculation.
+
+    num_own: where it is a batch, committed tokens of each sequence behind the `num_context` that
+    all of them begin with; batch: how many sequences.
+    """
 
     name: str
     shape: HeadShape
     forest: KVForest
     num_context: int | None = None
     tree: TokenTree | None = None
+    batch: int = 1
+    num_own: int = 0
 
     @property
     def heads(self) -> str:
@@ -63,6 +70,22 @@ def speculation(shape: HeadShape, num_context: int, tree: TokenTree) -> Workload
         torch.arange(1, tree.num_nodes + 1),
     )
     return Workload(str(num_context), shape, forest, num_context, tree)
+
+
+def shared_prefix(
+    shape: HeadShape, num_shared: int, num_own: int, batch: int, tree: TokenTree
+) -> Workload:
+    """Sequences behind common tokens: a node for those, then each sequence's own and its tree."""
+    parents, lengths = [-1], [num_shared]
+    queries: list[int] = []
+    for _ in range(batch):
+        own = len(parents)
+        parents += [0, *(own + 1 + parent for parent in tree.parents)]
+        lengths += [num_own, *([1] * tree.num_nodes)]
+        queries += range(own + 1, len(parents))
+    forest = _contiguous(parents, lengths, queries)
+    name = f"{num_shared}+{num_own} x {batch}"
+    return Workload(name, shape, forest, num_shared, tree, batch, num_own)
 
 
 def random_tree(num_nodes: int) -> TokenTree:

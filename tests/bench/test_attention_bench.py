@@ -18,10 +18,12 @@ from specdeft.bench.attention_measure import (
     worst_error,
 )
 from specdeft.bench.attention_methods import (
+    BATCH_METHODS,
     FOREST_METHODS,
     METHODS,
     OURS,
     SPECULATION_ONLY,
+    pages_of,
     pool_for,
     prepare,
 )
@@ -34,6 +36,7 @@ from specdeft.bench.attention_workloads import (
     random_inputs,
     random_tree,
     recorded_forest,
+    shared_prefix,
     speculation,
 )
 from specdeft.bench.cuda_timing import COLD_BYTES, Ceilings, Timing, num_sets, time_rotated
@@ -49,11 +52,11 @@ NODES = [[6, -5, [1, 2]], [4, 1, [3, 4]], [9, 1, []], [3, 5, []], [8, 5, []]]
 OUTCOME = Outcome("4/2/32", "200", 9, OURS, 1.0, 10**6, 1e-4, 8.0, 0.1, None)
 
 
-def _error(method: str, workload: Workload) -> float:
+def _error(method: str, workload: Workload, page_size: int = 32) -> float:
     torch.manual_seed(0)
     q, k, v = random_inputs(workload, CPU)
-    prepared = prepare(method, workload, 32, CPU)
-    k_pool, v_pool = (pool_for(method, workload, kv, 32) for kv in (k, v))
+    prepared = prepare(method, workload, page_size, CPU)
+    k_pool, v_pool = (pool_for(method, workload, kv, page_size) for kv in (k, v))
     return relative_error(prepared.run(q, k_pool, v_pool), exact_output(workload, q, k, v))
 
 
@@ -68,6 +71,30 @@ def test_every_method_passes_the_gate(method: str) -> None:
 def test_forest_methods_pass_the_gate_on_a_recorded_tree(method: str) -> None:
     workload = Workload("recorded", SHAPE, recorded_forest(NODES))
     assert _error(method, workload) <= worst_error(method, torch.float16)
+
+
+@pytest.mark.parametrize("method", BATCH_METHODS)
+def test_methods_pass_the_gate_on_a_batch(method: str) -> None:
+    workload = shared_prefix(SHAPE, 64, 37, 3, random_tree(5))
+    assert workload.forest.num_queries == 3 * 5
+    assert workload.forest.total_tokens == 64 + 3 * (37 + 5)
+    visible = workload.forest.visible()
+    assert visible[:, :64].all()
+    assert not visible[:5, 64 + 42 :].any()
+    assert torch.equal(visible[5:10, 64 + 42 + 37 : 64 + 2 * 42], random_tree(5).ancestors())
+    assert _error(method, workload, 64) <= worst_error(method, torch.float16)
+
+
+def test_a_batch_shares_full_pages_only() -> None:
+    tree = random_tree(5)
+    tables, slots = pages_of(shared_prefix(SHAPE, 64, 37, 3, tree), 32)
+    assert (tables[:, :2] == tables[0, :2]).all()
+    assert len(set(tables[:, 2:].flatten().tolist())) == 3 * 2
+    assert len(set(slots.tolist())) == 64 + 3 * 42
+    with pytest.raises(ValueError, match="full pages of 32 tokens, not 65"):
+        pages_of(shared_prefix(SHAPE, 65, 37, 3, tree), 32)
+    with pytest.raises(ValueError, match="takes one sequence"):
+        prepare("flashinfer", shared_prefix(SHAPE, 64, 37, 3, tree), 32, CPU)
 
 
 def test_the_gate_refuses_nan_and_wrong_masks() -> None:
@@ -165,6 +192,21 @@ def test_report_lists_the_places_where_another_is_ahead() -> None:
     assert report.data["outcomes"][3]["median_us"] is None
 
 
+def test_our_own_ways_are_no_others_to_be_ahead_of() -> None:
+    place = OUTCOME._replace(workload="64+37 x 3")
+    outcomes = [
+        place,
+        place._replace(method="specdeft-apart", median_us=7.0),
+        place._replace(method="flatten", median_us=12.0),
+    ]
+    report = make_report(outcomes, [], [Ceilings(4e12, 7e14)], {})
+    assert report.remarks == ("specdeft is ahead of every other timed method at 1 of 1 places",)
+    rows = _table(report, "Forests").rows
+    assert [row[3:6] for row in rows] == [
+        (OURS, 8.0, 8 / 12), ("specdeft-apart", 7.0, 7 / 12), ("flatten", 12.0, 1.0),
+    ]  # fmt: skip
+
+
 def test_report_shows_a_grid_where_there_is_one() -> None:
     places = [
         OUTCOME._replace(workload=workload, queries=queries, method=method, median_us=us)
@@ -212,6 +254,12 @@ def test_sets_outlast_the_cache() -> None:
     assert num_sets(1) == 512
     # The smallest place of the grid: 9/3/64 over 1,024 tokens.
     assert num_sets(2 * 1025 * 3 * 64 * 2) * 2 * 1025 * 3 * 64 * 2 >= COLD_BYTES
+
+
+@pytest.mark.parametrize("arguments", [["--batch", "1"], ["--batch", "2", "--own", "0"]])
+def test_a_batch_of_one_is_refused(arguments: list[str]) -> None:
+    with pytest.raises(ValueError, match="give 2 sequences or more"):
+        attention.main(arguments)
 
 
 def test_repeats_below_one_are_refused() -> None:
