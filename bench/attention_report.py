@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from specdeft.bench.attention_commit import NUM_ACCEPTED, NUM_LAYERS, NUM_NODES, CommitTime
 from specdeft.bench.attention_measure import FAR_ABOVE, Outcome
-from specdeft.bench.attention_methods import OUR_WAYS, OURS
+from specdeft.bench.attention_methods import APART, ONCE, OUR_WAYS, OURS
 from specdeft.bench.attention_workloads import FEW_SHOT
 from specdeft.bench.cuda_timing import Ceilings
 from specdeft.bench.report import Cell, Report, Table
@@ -54,6 +54,7 @@ def make_report(
         *_grid_tables(best),
         _not_ahead_table(compared),
         _peers_table(outcomes, compared),
+        _batch_table(outcomes),
         _ratio_table(outcomes),
         _commit_table(commits),
     ]
@@ -209,6 +210,27 @@ def _peers_table(outcomes: Sequence[Outcome], compared: Sequence[Comparison]) ->
         )
     columns = ("method", "places", "not timed", "least", "where", "median", "most")
     return Table("Times ours, by method", columns, tuple(rows))
+
+
+def _batch_table(outcomes: Sequence[Outcome]) -> Table:
+    """Batches: common tokens read by each sequence, read once, and as the launcher has it."""
+    times: dict[tuple[tuple[str, str, int], str], list[float]] = {}
+    for outcome in outcomes:
+        if outcome.method in OUR_WAYS and outcome.median_us is not None:
+            times.setdefault((outcome.place, outcome.method), []).append(outcome.median_us)
+    rows: list[tuple[Cell, ...]] = []
+    for place in dict.fromkeys(place for place, method in times if method == ONCE):
+        apart, once, ours = (times.get((place, method)) for method in (APART, ONCE, OURS))
+        if apart and once:
+            ratios = [mine / theirs for mine, theirs in zip(once, apart, strict=False)]
+            chosen = statistics.median(ours) if ours else None
+            medians = (statistics.median(apart), statistics.median(once))
+            rows.append((*place, *medians, statistics.median(ratios), chosen))
+    columns = (
+        "Hq/Hkv/D", "common + own tokens x sequences", "queries", "by each us", "once us",
+        "once over by each", "specdeft us",
+    )  # fmt: skip
+    return Table("Common tokens of a batch", columns, tuple(rows))
 
 
 def _ratio_table(outcomes: Sequence[Outcome]) -> Table:
