@@ -25,9 +25,9 @@ def test_main_configurations_fit_and_do_not_spill() -> None:
     found = {row["name"]: row for row in map(json.loads, done.stdout.splitlines())}
     assert len(found) == 22
     # The wide kernel at D = 256 keeps two words on the stack under Triton 3.9, none under 3.6; both
-    # are written once, before the parts separate. With a prefix it keeps ten.
+    # are written once, before the parts separate. With a prefix it keeps ten, or twelve under 3.6.
     assert found.pop("hopper-wide-256")["stack"] <= 8
-    assert found.pop("hopper-wide-256-prefix")["stack"] <= 40
+    assert found.pop("hopper-wide-256-prefix")["stack"] <= 48
     assert all(row["stack"] == 0 for row in found.values()), found
     for name in ("flatten-64", "hopper-64", "hopper-256", "hopper-wide-128", "hopper-128-prefix"):
         assert found[name]["hgmma"] > 0, name

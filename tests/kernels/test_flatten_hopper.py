@@ -16,6 +16,7 @@ from specdeft.kernels.launch_shape import (
     is_hopper,
     sm_count,
 )
+from tests.kernels.accuracy import relative_error
 from tests.kernels.random_trees import chain_parents, random_parents, star_parents
 from tests.kernels.speculation_case import DEVICE, Case
 
@@ -156,6 +157,14 @@ def test_a_prefix_read_once(
         again, again_lse = case.run(shape)
         assert torch.equal(first, again)
         assert torch.equal(first_lse, again_lse)
+    # None at all: its programs end at once, and each sequence reads everything.
+    prefix = case.prefix()
+    assert prefix is not None
+    prefix.num_tokens.zero_()
+    out, lse = case.run(shape, prefix=prefix)
+    expected, expected_lse = case.run(shape._replace(prefix_splits=0), prefix=None)
+    assert relative_error(out, expected.double().cpu()) < 1e-2
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4)
 
 
 @native
