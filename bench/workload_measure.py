@@ -317,7 +317,7 @@ class _Turns:
         """Logits [Q, V]."""
         layers = ForestLayers(prepared, self._keys, self._values, self._new_slots, self._rows)
         target = self._meter.target
-        return target.forward(self._tokens, self._positions, layers, last_only=False).logits[0]
+        return target.forward(self._tokens, self._positions, layers).logits[0]
 
     def _forward_ms(self) -> float:
         prepared = self._prepare()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,9 @@ from specdeft.sampling import Sampler, choose_tokens
 from specdeft.tree_tensors import TreeTensors
 from specdeft.trees.token_tree import TokenTree
 from specdeft.walk import choose_along
+
+if TYPE_CHECKING:
+    from specdeft.prompt_graphs import PromptGraphs
 
 PREFILL_CHUNK_TOKENS = 512
 # A GPU is kept busy by more rows, and the host launches fewer of them.
@@ -158,19 +161,28 @@ class Engine:
         return TreeTensors.build(tree, self.target.device)
 
     @torch.inference_mode()
-    def read(self, cache: KVTree, batch: Batch, tokens: Tensor) -> TargetOutput:
+    def read(
+        self, cache: KVTree, batch: Batch, tokens: Tensor, graphs: "PromptGraphs | None" = None
+    ) -> TargetOutput:
         """Read tokens [T] int64 into the one sequence of ``batch``, behind what it holds.
 
         The KV tree's own count is advanced. Returns logits and hidden state of the last token.
+
+        Args:
+            cache: holds pages for the tokens.
+            batch: of one sequence.
+            tokens: what to read.
+            graphs: of this cache; replayed for the chunks that they hold.
         """
         (sequence,) = batch.sequences
         for chunk in self.chunks(tokens, cache.length(sequence)):
             start, num_new = cache.length(sequence), len(chunk)
-            output = self.target.forward(
+            replayed = graphs.read(batch, chunk, start) if graphs else None
+            output = replayed or self.target.forward(
                 chunk[None],
                 torch.arange(start, start + num_new, device=tokens.device)[None],
                 make_attention(self.kernels, cache, batch, num_new, None),
-                last_only=True,
+                rows=torch.full((1,), num_new - 1, device=tokens.device),
             )
             batch.history[:, start : start + num_new] = chunk
             cache.advance(sequence, num_new)
@@ -178,10 +190,17 @@ class Engine:
         return output
 
     @torch.inference_mode()
-    def prefill(self, cache: KVTree, batch: Batch, prompt: Tensor, sampler: Sampler) -> None:
-        """Read the prompt [T] int64 into the one sequence of ``batch``, behind what it holds, and
-        decide its first token, which is ``batch.emitted[0, 0]`` then."""
-        output = self.read(cache, batch, prompt)
+    def prefill(
+        self,
+        cache: KVTree,
+        batch: Batch,
+        prompt: Tensor,
+        sampler: Sampler,
+        graphs: "PromptGraphs | None" = None,
+    ) -> None:
+        """`read` the prompt [T] int64 and decide its first token, which is ``batch.emitted[0, 0]``
+        then."""
+        output = self.read(cache, batch, prompt, graphs)
         depths = torch.zeros(1, dtype=torch.int64, device=prompt.device)
         position = batch.lengths.to(torch.int64)[:, None]
         batch.root.copy_(choose_tokens(output.logits, position, depths, sampler)[:, 0])
@@ -262,7 +281,7 @@ class Engine:
             max_context,
             prefix_once=self.reads_prefix_once(cache, batch, tree.num_nodes),
         )
-        return self.target.forward(tokens, positions, attention, last_only=False)
+        return self.target.forward(tokens, positions, attention)
 
     def decide(
         self,

@@ -1,12 +1,11 @@
 """Steps as CUDA graphs: captured once per (tree, rule, context bucket, whether a shared prefix is
 read once), replayed without the host.
 
-Nobody else captures. A `StepGraphs` owns the static tensors its graphs were captured on (one batch,
+A `StepGraphs` owns the static tensors its graphs were captured on (one batch,
 one sampler, one KV tree) and a ring of pinned outboxes: after every replay the step's tokens are
 copied out asynchronously, and the host reads them one step late, while the next step runs.
 """
 
-import threading
 import warnings
 from collections import deque
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from specdeft.batch import Batch
+from specdeft.capturing import capture
 from specdeft.engine import Engine
 from specdeft.kv_tree import KVTree
 from specdeft.sampling import Sampler, SamplingRule
@@ -22,10 +22,6 @@ from specdeft.tree_tensors import TreeTensors
 
 RING_SIZE = 4  # outboxes: more than the steps in flight
 SMALLEST_BUCKET_TOKENS = 1024
-
-
-# Beginning a capture waits for the device, which is refused while another thread captures.
-_capturing = threading.Lock()
 
 
 class _Key(NamedTuple):
@@ -141,32 +137,12 @@ class StepGraphs:
 
     def _warm_and_capture(self, tree: TreeTensors, max_context: int) -> torch.cuda.CUDAGraph:
         lengths = self.batch.lengths.clone()
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):  # compiles kernels, fills library workspaces
-                self._step(tree, max_context)
-                self.batch.lengths.copy_(lengths)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        try:
-            # What other threads do on the device meanwhile is theirs.
-            with (
-                _capturing,
-                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
-            ):
-                self._step(tree, max_context)
-        except torch.cuda.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            if isinstance(error.__context__, torch.cuda.OutOfMemoryError):
-                raise error.__context__ from None
-            name = type(self.engine.target.model).__name__
-            reason = str(error.__context__ or error).strip().split("\n")[0].rstrip(".")
-            raise ValueError(
-                f"{name} cannot be captured in a CUDA graph ({reason}): use cuda_graphs=False, "
-                "which is slower"
-            ) from error
+        graph, _ = capture(
+            lambda: self._step(tree, max_context),
+            self._pool,
+            type(self.engine.target.model).__name__,
+            reset=lambda: self.batch.lengths.copy_(lengths),
+        )
         return graph
 
     def _step(self, tree: TreeTensors, max_context: int) -> None:

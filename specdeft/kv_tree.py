@@ -142,6 +142,10 @@ class KVTree:
         """Committed tokens."""
         return self._sequences[sequence].length
 
+    def num_slots(self, sequence: int) -> int:
+        """Slots of its pages: committed tokens and reserved ones."""
+        return len(self._sequences[sequence].pages) * self.page_size
+
     def reserve(self, sequence: int, num_tokens: int) -> None:
         """Make sure that ``num_tokens`` slots stand after the committed ones.
 

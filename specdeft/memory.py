@@ -8,6 +8,7 @@ import torch
 
 from specdeft.engine import Engine
 from specdeft.kv_tree import KVTree
+from specdeft.prompt_graphs import PADDED_TOKENS
 
 DEFAULT_KV_FRACTION = 0.9
 # What the device holds beside tensors: kernels, the libraries' workspaces.
@@ -89,6 +90,8 @@ def _scratch_bytes(engine: Engine, num_rows: int, longest: int, is_greedy: bool)
     inner = int(getattr(target.config, "intermediate_size", 0) or 4 * target.hidden_size)
     chunk = max(engine.chunk_tokens, engine.first_chunk_tokens)
     rows = max(num_rows, min(chunk, longest))
+    if engine.cuda_graphs:  # a graph's memory is its own
+        rows += min(PADDED_TOKENS[-1], longest)
     activations = rows * (6 * target.hidden_size + 4 * inner) * target.dtype.itemsize
     # Scores, noise and their sum in float32 where tokens are drawn.
     logits = num_rows * target.vocab_size * (target.dtype.itemsize + (0 if is_greedy else 12))

@@ -182,7 +182,7 @@ class TargetModel:
         position_ids: Tensor,
         attention: LayerAttention,
         *,
-        last_only: bool,
+        rows: Tensor | None = None,
         fused: bool = True,
     ) -> TargetOutput:
         """One forward of [B, N] tokens at [B, N] positions; ``attention`` owns the cache.
@@ -191,12 +191,13 @@ class TargetModel:
             input_ids: [B, N] int64.
             position_ids: [B, N] int64, absolute.
             attention: stores the new keys and values and attends, layer by layer.
-            last_only: return the last row's logits only (prefill).
-            fused: use the compiled layers, if there are any.
+            rows: [M] int64, of which tokens logits and hidden states are wanted (of a prompt the
+                last one's); None: of all.
+            fused: use the compiled layers, if there are any; a prompt does not.
         """
-        forwards = self._compiled if fused and not last_only else []
+        forwards = self._compiled if fused and rows is None else []
         with self._our_attention(attention), self._linears.installed(), _exchanged(forwards):
-            return self._tapped_forward(input_ids, position_ids, last_only)
+            return self._tapped_forward(input_ids, position_ids, rows)
 
     def compile(self) -> None:
         """Fuse the pointwise work of later tree forwards by torch.compile.
@@ -224,16 +225,16 @@ class TargetModel:
         yield getattr(base, "norm", None)
 
     def _tapped_forward(
-        self, input_ids: Tensor, position_ids: Tensor, last_only: bool
+        self, input_ids: Tensor, position_ids: Tensor, rows: Tensor | None
     ) -> TargetOutput:
-        keep = {"logits_to_keep": 1} if last_only and self._keeps_logits else {}
+        keep = {"logits_to_keep": rows} if rows is not None and self._keeps_logits else {}
         hidden: list[Tensor] = []
         with self._tapped(hidden):
             logits = self.model(
                 input_ids=input_ids, position_ids=position_ids, use_cache=False, **keep
             ).logits
-        if last_only:
-            return TargetOutput(logits[:, -1:], hidden[0][:, -1:])
+        if rows is not None and not keep:
+            return TargetOutput(logits.index_select(1, rows), hidden[0].index_select(1, rows))
         return TargetOutput(logits, hidden[0])
 
     @contextmanager

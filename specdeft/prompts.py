@@ -1,14 +1,17 @@
 """From prompts to sequences of the KV tree: what they begin with in common is read once."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from specdeft.batch import Batch
 from specdeft.engine import Engine
 from specdeft.kv_tree import KVTree
 from specdeft.sampling import Sampler
+
+if TYPE_CHECKING:
+    from specdeft.prompt_graphs import PromptGraphs
 
 # Fewer common tokens are read faster than a sequence is forked.
 MIN_SHARED_TOKENS = 32
@@ -33,6 +36,7 @@ def read_prompts(
     sampler: Sampler,
     prompts: Sequence[list[int]],
     capacities: Sequence[int],
+    graphs: "PromptGraphs | None" = None,
 ) -> None:
     """Open a sequence for every prompt, read it, and decide its first token (`Batch.root`).
 
@@ -43,28 +47,22 @@ def read_prompts(
         sampler: how the first tokens are chosen.
         prompts: B of token ids, none of them empty.
         capacities: tokens that each sequence may come to hold, drafted ones included.
+        graphs: of the cache; see `Engine.read`.
     """
     device = engine.target.device
     tensors = [torch.tensor(prompt, dtype=torch.int64).to(device) for prompt in prompts]
     shared = num_shared_tokens(prompts)
-    sequences = _open(engine, cache, batch, tensors, shared)
+    trunk = cache.open()
+    cache.reserve(trunk, capacities[0])
+    if shared:
+        reader = batch.row(0)
+        reader.bind(cache, (trunk,))
+        engine.read(cache, reader, tensors[0][:shared], graphs)
+    others = [cache.fork(trunk) if shared else cache.open() for _ in prompts[1:]]
+    sequences = [trunk, *others]
     for sequence, capacity in zip(sequences, capacities, strict=True):
         cache.reserve(sequence, capacity - shared)
     batch.bind(cache, sequences)
     batch.history[:, :shared] = tensors[0][:shared]
     for row, prompt in enumerate(tensors):
-        engine.prefill(cache, batch.row(row), prompt[shared:], sampler.row(row))
-
-
-def _open(
-    engine: Engine, cache: KVTree, batch: Batch, prompts: list[Tensor], shared: int
-) -> list[int]:
-    """A sequence per prompt, all holding the shared tokens."""
-    trunk = cache.open()
-    if not shared:
-        return [trunk, *(cache.open() for _ in prompts[1:])]
-    cache.reserve(trunk, shared)
-    reader = batch.row(0)
-    reader.bind(cache, (trunk,))
-    engine.read(cache, reader, prompts[0][:shared])
-    return [trunk, *(cache.fork(trunk) for _ in prompts[1:])]
+        engine.prefill(cache, batch.row(row), prompt[shared:], sampler.row(row), graphs)

@@ -228,7 +228,7 @@ class _Reader:
         positions = torch.arange(self.num_read, self.num_read + count, device=tokens.device)
         # A chunk's length is a text's own: no form would serve twice.
         output = engine.target.forward(
-            tokens[None], positions[None], attention, last_only=False, fused=tree is not None
+            tokens[None], positions[None], attention, fused=tree is not None
         )
         self._cache.advance(self._sequence, count)
         self._batch.lengths += count

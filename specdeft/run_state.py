@@ -15,6 +15,7 @@ from specdeft.trees.token_tree import TokenTree
 
 if TYPE_CHECKING:
     from specdeft.graphs import StepGraphs
+    from specdeft.prompt_graphs import PromptGraphs
 
 CAPACITY_STEP_TOKENS = 256
 MIN_GRAPH_CAPACITY_TOKENS = 4096
@@ -38,13 +39,20 @@ class RunState(NamedTuple):
     batch: Batch
     sampler: Sampler
     stepper: Stepper
+    prompt_graphs: "PromptGraphs | None"
     prompts: list[list[int]]
     capacities: list[int]
 
     def read_prompts(self) -> None:
         """Read the prompts into their sequences; the first tokens are `Batch.root` then."""
         read_prompts(
-            self.engine, self.cache, self.batch, self.sampler, self.prompts, self.capacities
+            self.engine,
+            self.cache,
+            self.batch,
+            self.sampler,
+            self.prompts,
+            self.capacities,
+            self.prompt_graphs,
         )
 
 
@@ -69,6 +77,7 @@ class RunStates:
         self._engine = engine
         self._kv_fraction = kv_memory_fraction
         self._graphs: dict[int, StepGraphs] = {}  # by batch size
+        self._prompt_graphs: PromptGraphs | None = None
 
     def fresh(
         self, requests: Sequence[Request], config: GenerationConfig, tree: TokenTree
@@ -95,7 +104,9 @@ class RunStates:
             sampler = Sampler.build(config, numbers, engine.target.device)
             stepper = EagerStepper(engine, cache, batch, sampler)
         cache.clear()
-        return RunState(engine, cache, batch, sampler, stepper, prompts, capacities)
+        return RunState(
+            engine, cache, batch, sampler, stepper, self._prompt_graphs, prompts, capacities
+        )
 
     def _graphs_for(
         self,
@@ -148,7 +159,12 @@ class RunStates:
         del known
         self.cache = None  # free the old one first, and the graphs that read it
         self._graphs.clear()
+        self._prompt_graphs = None
         self.cache = engine.new_cache_for(wanted)
+        if engine.cuda_graphs:
+            from specdeft.prompt_graphs import PromptGraphs
+
+            self._prompt_graphs = PromptGraphs(engine, self.cache)
         return self.cache
 
     def _fits(self, stored: list[int], num_nodes: int, is_greedy: bool) -> str | None:

@@ -89,6 +89,24 @@ def test_lookup_chains_equal_plain(num_lookup: int, cuda_graphs: bool) -> None:
     assert max(taus) > 1.0
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen2-window"])
+def test_prompts_filled_up_in_graphs_give_the_text_of_eager_ones(family: str) -> None:
+    model = on_gpu(family)
+    eager, replayed = (
+        SpecDecoder(model, ByteTokenizer(), cuda_graphs=cuda_graphs)
+        for cuda_graphs in (False, True)
+    )
+    request: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0.7, "ignore_eos": True}
+    for length in (200, 1, 63, 64, 65, 129, 2):
+        prompt = prompt_ids(length, seed=length)
+        expected = eager.plain(prompt, **request).token_ids
+        for _ in range(2):  # captured, then replayed
+            assert replayed.plain(prompt, **request).token_ids == expected
+    graphs = replayed._states._prompt_graphs
+    assert graphs is not None
+    assert [key.num_tokens for key in graphs._graphs] == [256, 64, 128]
+
+
 def test_a_model_that_no_graph_holds_is_named() -> None:
     model = on_gpu("gpt-oss")
     with pytest.raises(ValueError, match=r"GptOssForCausalLM cannot be captured .*cuda_graphs=Fa"):

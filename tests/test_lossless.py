@@ -136,9 +136,9 @@ def test_a_wrong_position_would_be_caught(monkeypatch: pytest.MonkeyPatch) -> No
 
     forward = TargetModel.forward
 
-    def by_row(self, input_ids, position_ids, attention, *, last_only):
-        rows = torch.arange(position_ids.shape[1]) + position_ids[:, :1]
-        return forward(self, input_ids, rows, attention, last_only=last_only)
+    def by_row(self, input_ids, position_ids, attention, **settings):
+        numbers = torch.arange(position_ids.shape[1]) + position_ids[:, :1]
+        return forward(self, input_ids, numbers, attention, **settings)
 
     monkeypatch.setattr(TargetModel, "forward", by_row)
     tree, path = TREES["deft-64"]
