@@ -53,6 +53,7 @@ class RowResult:
         runs: [prompt][repetition].
         verdicts: of each prompt's first repetition, against plain decoding.
         problems: why its figures are not to be believed, a clause each.
+        fickle: of a row that is not ours, the prompts whose repetitions give different texts.
     """
 
     name: str
@@ -66,6 +67,7 @@ class RowResult:
     runs: list[list[Run]] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    fickle: list[str] = field(default_factory=list)
 
     @property
     def label(self) -> str:
@@ -283,7 +285,10 @@ def _judge_prompt(
         runs = result.runs[-1]
         problem = runs[0].check(config.max_new_tokens, eos_ids) if result.is_ours else None
         if any(run.token_ids != runs[0].token_ids for run in runs):
-            problem = "its repetitions give different texts"
+            if result.is_ours:
+                problem = "its repetitions give different texts"
+            else:
+                result.fickle.append(prompt_id)
         if problem:
             result.problems.append(f"prompt {prompt_id}: {problem}")
         key = f"verdict|{result.label}|{prompt_id}"

@@ -50,6 +50,7 @@ def figures(
         "passed_prompts": result.num_passed,
         "num_prompts": len(result.verdicts),
         "problems": result.problems,
+        "fickle_prompts": result.fickle,
         "cold_start_s": result.cold_start_s,
         **acceptance(texts),
         "mean_acceptance_length_not_looping": mean_acceptance_length(
@@ -129,6 +130,17 @@ def make_report(
         for row in measured
         if row.num_identical < len(row.verdicts) and row.has_speed
     ]
+    remarks += [
+        f"{row.label}: its repetitions give different texts at {len(row.fickle)} of "
+        f"{len(row.verdicts)} prompts"
+        for row in measured
+        if row.fickle
+    ]
+    if any(row.phases_ms.get("idle", 0.0) < 0 for row in measured):
+        remarks.append(
+            "phases: idle is below zero where the marks between the phases cost more than what "
+            "lies between them"
+        )
     remarks += [
         f"{result.row}, batches of {result.size}: no speed, "
         + (result.problems[0] if result.problems else "a text is not plain decoding's")

@@ -433,7 +433,8 @@ class SpecDecoder:
             [len(request.prompt_ids) for request in requests],
             [request.budget for request in requests],
             config.temperature,
-            whole=self._engine.cuda_graphs,
+            # Steps of another tree would be captured or compiled for a text's last tokens.
+            whole=self._engine.cuda_graphs or self._engine.is_compiled,
         )
         return Generation(
             replies,

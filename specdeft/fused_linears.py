@@ -20,7 +20,7 @@ from torch.nn.functional import linear
 from specdeft.kernels.linear_tile import LinearTile, linear_tile
 
 # More rows are bound by arithmetic, and parts that stand apart in memory slow what reads them next.
-_MOST_JOINED_ROWS = 256
+_MOST_JOINED_ROWS = 512
 # Siblings by name: they are called in this order, with the same input.
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 

@@ -27,7 +27,6 @@ AUTO_SIZES_COMPILED = (1, 16, 64, 128)
 # One size is compiled for requests of all lengths: the one that suits texts of so many tokens.
 COMPILED_FOR_TOKENS = 128
 RATIO_NOISE = 0.03  # measured step times over that of a plain step are known as well as that
-LEAST_CONTEXT_CUDA = 1024  # below, attention takes a GPU no time that would change a choice
 NOTHING = ValuedPaths((), ())  # neither heads nor lookup: plain decoding
 
 
@@ -136,8 +135,7 @@ class TreeChoice:
 
     def place(self, num_context: int = 0, num_sequences: int = 1) -> Place:
         """The place whose step times stand for a context and a batch."""
-        on_cpu = self._engine.target.device.type == "cpu"
-        return Place.around(max(num_context, 0 if on_cpu else LEAST_CONTEXT_CUDA), num_sequences)
+        return Place.around(num_context, num_sequences)
 
     def expected_tau(
         self, asked: Asked = USUALLY_ASKED, place: Place | None = None

@@ -17,6 +17,7 @@ from specdeft.bench.baselines import PlannedRow, make_rows
 from specdeft.bench.gate import Verdict, judge
 from specdeft.bench.latency_measure import Amounts, Measured
 from specdeft.bench.metrics import Run
+from specdeft.bench.phases import StepPhases
 from specdeft.bench.prompt_set import load_prompts
 from specdeft.bench.reference_rows import TransformersRow
 from specdeft.bench.rows import DecoderRow
@@ -673,6 +674,20 @@ def test_a_row_that_counts_past_the_end_or_changes_its_mind_has_no_speed():
     rows[2].is_fickle = True
     results = measure(rows, bench)
     assert "its repetitions give different texts" in results[2].problems[0]
+
+
+def test_a_yardstick_that_changes_its_mind_keeps_its_speed_and_is_named():
+    """transformers' compiled texts do; its time is no claim of ours."""
+    rows, bench, _ = scripted(30.0, 20.0, 10.0)
+    rows[0].is_fickle = True
+    results = measure(rows, bench)
+    assert results[0].has_speed
+    results[1].phases_ms = dict.fromkeys(StepPhases._fields, 1.0) | {"idle": -0.5}
+    report = latency_report.make_report(results, manifest(), [], lossy=False)
+    assert report.tables[0].rows[0][0] == "transformers"
+    assert "30.0" in str(report.tables[0].rows[0])
+    assert "transformers: its repetitions give different texts at 1 of 1 prompts" in report.remarks
+    assert any(remark.startswith("phases: idle is below zero") for remark in report.remarks)
 
 
 @pytest.mark.parametrize("is_cached", [False, True])

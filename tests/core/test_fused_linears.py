@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from specdeft.decoder import SpecDecoder
-from specdeft.fused_linears import FusedLinears
+from specdeft.fused_linears import _MOST_JOINED_ROWS, FusedLinears
 from tests.core.tiny import FAMILIES, ByteTokenizer, hf_greedy, prompt_ids, tiny_model
 
 # Projections of these families that stand beside others: q, k, v and gate, up in 4 layers; phi3
@@ -54,15 +54,15 @@ def test_joined_gives_the_same_values_from_one_weight(bias: bool) -> None:
 
 
 def test_many_rows_are_multiplied_apart_and_lie_together() -> None:
-    module, x = Recorder(bias=True), torch.randn(257, 6)
+    module, x = Recorder(bias=True), torch.randn(_MOST_JOINED_ROWS + 1, 6)
     expected = module(x)
     with FusedLinears(module, nn.Identity()).installed():
-        few, many = module(x[:256]), module(x)
+        few, many = module(x[:_MOST_JOINED_ROWS]), module(x)
     for part, product, wanted in zip(few, many, expected, strict=True):
         assert product.is_contiguous()
         assert not part.is_contiguous()
         torch.testing.assert_close(product, wanted)
-        torch.testing.assert_close(part, wanted[:256])
+        torch.testing.assert_close(part, wanted[:_MOST_JOINED_ROWS])
 
 
 def test_a_second_decoder_of_a_model_joins_nothing_again() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from specdeft import GenerationConfig, SpecDecoder, engine, tree_choice
+from specdeft import decoder as decoder_module
 from specdeft.engine import Engine
 from specdeft.heads.calibration import REPLAYED_SIZES
 from specdeft.heads.medusa import HeadsConfig, MedusaHeads
@@ -193,6 +194,25 @@ def test_a_frugal_tree_is_tried_before_drafting_ends(monkeypatch: pytest.MonkeyP
     assert trees(50).num_nodes == 2
     trees.observe(2.0)
     assert trees(48).num_nodes == 4
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_compiled_steps_keep_their_tree_to_the_end(
+    monkeypatch: pytest.MonkeyPatch, is_compiled: bool
+) -> None:
+    """Every smaller one would be compiled for a text's last tokens."""
+
+    class SeenError(Exception):
+        pass
+
+    def seen(*_arguments: Any, whole: bool) -> Any:
+        raise SeenError(whole)
+
+    charged = Charged(monkeypatch, per_node=0.2)
+    monkeypatch.setattr(decoder_module, "StepTrees", seen)
+    monkeypatch.setattr(Engine, "is_compiled", is_compiled)
+    with pytest.raises(SeenError, match=str(is_compiled)):
+        charged.decoder(tree=TokenTree.chain(2)).generate(prompt_ids(9), max_new_tokens=3)
 
 
 def test_a_tree_that_was_asked_for_is_used_throughout(monkeypatch: pytest.MonkeyPatch) -> None:
