@@ -686,7 +686,7 @@ def test_a_yardstick_that_changes_its_mind_keeps_its_speed_and_is_named():
     report = latency_report.make_report(results, manifest(), [], lossy=False)
     assert report.tables[0].rows[0][0] == "transformers"
     assert "30.0" in str(report.tables[0].rows[0])
-    assert "transformers: its repetitions give different texts at 1 of 1 prompts" in report.remarks
+    assert "transformers: its repetitions give different texts at 2 of 2 prompts" in report.remarks
     assert any(remark.startswith("phases: idle is below zero") for remark in report.remarks)
 
 
