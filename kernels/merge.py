@@ -90,7 +90,7 @@ def extent_of_part(
     prefix_tokens, prefix_pages_ptr, prefix_splits, prefix_rows,
     KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """What stands in place of a sequence's own figures where a prefix is read apart.
+    """What stands in place of a sequence's own figures where a prefix is read once.
 
     In the prefix: its length and pages, no nodes, the rows of all sequences. In a sequence: what
     stands behind the prefix; one that ended, of length 0, keeps its nodes only. Last the first row
