@@ -242,3 +242,21 @@ def test_warming_up_changes_nothing_and_says_how_long_it_took() -> None:
         decoder.warmup(batch_size=0)
     with pytest.raises(ValueError, match="context"):
         decoder.warmup(2 * MAX_POSITIONS)
+
+
+def test_warming_up_batches_prepares_steps_with_and_without_a_common_beginning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shared: list[int] = []
+
+    def watched(_decoder: SpecDecoder, prompts: Any, **_settings: Any) -> None:
+        shared.append(num_shared_tokens([prompt.tolist() for prompt in prompts]))
+
+    monkeypatch.setattr(SpecDecoder, "generate", watched)
+    decoder = SpecDecoder(tiny_model("llama"), ByteTokenizer())
+    decoder.warmup(100, batch_size=3)
+    assert shared[0] == 0  # what takes more memory comes first
+    assert shared[1] > 0
+    shared.clear()
+    decoder.warmup(100, batch_size=1)
+    assert len(shared) == 2  # a tree and plain steps
