@@ -13,6 +13,7 @@ COMMANDS = {
     "identity": "is the text that of plain decoding, token for token",
     "acceptance": "tokens a step (tau), by depth and rank, with repeats beside it",
     "latency": "time to first token, per token and end to end, beside plain decoding",
+    "steps": "whole steps by tree, context and batch, a shared beginning included",
     "attention": "tree attention on a GPU, beside other methods and the floor",
     "workload": "few-shot, reasoning and speculative trees end to end, DeFT beside per-path",
     "compare": "what changed between two saved runs, beyond noise",
@@ -24,6 +25,7 @@ questions, and what answers them:
   On my model and my prompts?         specdeft bench latency --model ID --heads DIR --prompts FILE
   Which tree, at which temperature?   specdeft bench latency --trees auto,16,64 --temperature 0,0.7
   With long prompts? In batches?      ... --input-len 256,4096 --output-len 128 --batch-sizes 1,4,8
+  What does one step cost where?      specdeft bench steps --context 1024,8192 --batch-sizes 1,8
   How far is it from the best case?   ... --baselines transformers,oracle,random
   Where do the drafts fail?           specdeft bench acceptance
   Is the text really the same?        specdeft bench identity --dtype float32

@@ -207,7 +207,15 @@ QUICK = Amount(num_prompts=3, max_new_tokens=48, repetitions=2)
 
 
 def add_options(parser: argparse.ArgumentParser, usual: Amount) -> None:
-    """The options that all commands share; ``usual`` is this command's."""
+    """The options that all commands on prompts share; ``usual`` is this command's."""
+    add_model_options(parser)
+    _add_work_options(parser, usual)
+    add_result_options(parser)
+    parser.set_defaults(usual=usual)
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """The options that `load` reads."""
     model = parser.add_argument_group("model")
     model.add_argument(
         "--model", default=next(iter(DEFAULT_MODELS)), help="name, id, folder, or random:llama-3-8b"
@@ -224,6 +232,9 @@ def add_options(parser: argparse.ArgumentParser, usual: Amount) -> None:
     model.add_argument("--threads", type=int, help="CPU threads; torch's own choice if not given")
     model.add_argument("--compile", action="store_true", help="torch.compile our forwards (CUDA)")
     model.add_argument("--no-cuda-graphs", action="store_true", help="run our steps eagerly (CUDA)")
+
+
+def _add_work_options(parser: argparse.ArgumentParser, usual: Amount) -> None:
     work = parser.add_argument_group("work")
     work.add_argument(
         "--quick",
@@ -258,6 +269,10 @@ def add_options(parser: argparse.ArgumentParser, usual: Amount) -> None:
         "--output-len", type=int, metavar="N", help="the same as --max-new-tokens N --ignore-eos"
     )
     work.add_argument("--seed", type=int, default=0, help="of sampling and random prompts")
+
+
+def add_result_options(parser: argparse.ArgumentParser) -> None:
+    """Where the report goes, and what is kept."""
     result = parser.add_argument_group("result")
     result.add_argument("--output", default="table", choices=list(FORMATS), help="to stdout")
     result.add_argument(
@@ -266,7 +281,6 @@ def add_options(parser: argparse.ArgumentParser, usual: Amount) -> None:
     result.add_argument(
         "--plots", action="store_true", help="PNG files in the folder, too (needs matplotlib)"
     )
-    parser.set_defaults(usual=usual)
 
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
@@ -382,7 +396,7 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     settings = {key: value for key, value in vars(options).items() if key not in free}
     for key in ("model", "heads", "prompts"):
         # A folder is the same folder from wherever the command is given.
-        if Path(str(settings[key])).exists():
+        if key in settings and Path(str(settings[key])).exists():
             settings[key] = Path(str(settings[key])).name
     return settings
 

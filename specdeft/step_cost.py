@@ -82,7 +82,7 @@ def measure_step_ms(
             would choose are timed a few times only.
         sampled: whether tokens are drawn among all of the vocabulary; else the likeliest are taken.
     """
-    stand = _Stand.build(engine, trees, place, sampled=sampled)
+    stand = StepStand.build(engine, list(trees.values()), place, sampled=sampled)
     tensors = {size: engine.load_tree(tree) for size, tree in sorted(trees.items())}
     rounds: list[dict[int, float]] = []
     num_steps = stand.in_a_row
@@ -138,9 +138,16 @@ def contenders(step_ms: Mapping[int, float], expected: Sequence[Mapping[int, flo
 
 
 @dataclass(frozen=True)
-class _Stand:
-    """Static memory that steps are timed on, and how a step is run there."""
+class StepStand:
+    """Static memory that steps are timed on, and how a step is run there.
 
+    Attributes:
+        cache, batch: of the sequences, each with ``num_context`` committed tokens.
+        run: one step of a tree.
+        in_a_row: for how many steps there is room.
+    """
+
+    cache: KVTree
     batch: Batch
     num_context: int
     run: Callable[[TreeTensors], None]
@@ -148,27 +155,41 @@ class _Stand:
 
     @classmethod
     def build(
-        cls, engine: Engine, trees: Mapping[int, TokenTree], place: Place, *, sampled: bool
-    ) -> "_Stand":
-        num_levels = 1 + max(tree.max_depth for tree in trees.values())
+        cls,
+        engine: Engine,
+        trees: Sequence[TokenTree],
+        place: Place,
+        *,
+        sampled: bool = False,
+        num_shared: int = 0,
+    ) -> "StepStand":
+        """Take the memory for steps of any of the trees.
+
+        Args:
+            engine: whose steps are timed.
+            trees: one of them at least.
+            place: where; less context where the model's own is shorter.
+            sampled: see `measure_step_ms`.
+            num_shared: first tokens that all sequences have in common, fewer than the context.
+        """
+        num_levels = 1 + max(tree.max_depth for tree in trees)
         in_a_row = STEPS_IN_A_ROW if engine.cuda_graphs else 1
-        room = max(trees) + in_a_row * num_levels
+        room = max(tree.num_nodes for tree in trees) + in_a_row * num_levels
         num_context = min(place.num_context, max(engine.target.max_context - room, 1))
-        cache = engine.new_cache_for([num_context + room] * place.num_sequences)
-        sequences = tuple(cache.open() for _ in range(place.num_sequences))
-        for sequence in sequences:
-            cache.reserve(sequence, num_context + room)
+        capacities = [num_context + room] * place.num_sequences
+        cache = engine.new_cache_for(engine.stored_tokens(capacities, num_shared))
+        sequences = _opened(cache, capacities, num_shared)
         batch = Batch.empty(engine.target, cache, sequences, num_levels)
         config = GenerationConfig(temperature=SAMPLED_AT if sampled else 0.0)
         sampler = Sampler.build(config, (0,) * len(sequences), engine.target.device)
         generator = torch.Generator().manual_seed(0)
-        num_read = min(num_context, MOST_READ_TOKENS)
+        num_read = min(num_context - num_shared, MOST_READ_TOKENS)
         prompt = torch.randint(engine.target.vocab_size, (num_read,), generator=generator)
         for row, sequence in enumerate(sequences):
             engine.prefill(cache, batch.row(row), prompt.to(engine.target.device), sampler.row(row))
-            cache.advance(sequence, num_context - num_read)
+            cache.advance(sequence, num_context - num_shared - num_read)
         run = _runner(engine, cache, batch, sampler, num_context + room)
-        return cls(batch, num_context, run, in_a_row)
+        return cls(cache, batch, num_context, run, in_a_row)
 
     def time_ms(self, tree: TreeTensors, clock: Callable[[], float], num_steps: int) -> float:
         """Milliseconds of one of so many steps, their tokens read as generations read them."""
@@ -181,6 +202,17 @@ class _Stand:
             self.run(tree)
         _tokens = self.batch.counts.tolist()  # waits for the steps
         return (clock() - began) * 1e3 / num_steps
+
+
+def _opened(cache: KVTree, capacities: Sequence[int], num_shared: int) -> tuple[int, ...]:
+    """Sequences with so many slots each that hold ``num_shared`` common tokens."""
+    trunk = cache.open()
+    cache.reserve(trunk, capacities[0])
+    cache.advance(trunk, num_shared)
+    others = [cache.fork(trunk) if num_shared else cache.open() for _ in capacities[1:]]
+    for sequence, capacity in zip(others, capacities[1:], strict=True):
+        cache.reserve(sequence, capacity - num_shared)
+    return (trunk, *others)
 
 
 def _runner(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdeft import engine, step_cost
+from specdeft import engine
 from specdeft.attention import KernelChoice
 from specdeft.engine import Engine
 from specdeft.model import TargetModel
@@ -22,6 +22,7 @@ from specdeft.step_cost import (
     MOST_ROUNDS,
     STEPS_IN_A_ROW,
     Place,
+    StepStand,
     cached_step_ms,
     contenders,
     isotonic,
@@ -47,7 +48,7 @@ def test_starting_and_waiting_distort_no_ratio_of_replayed_steps(
     taken for one of 0.9."""
     now_ms = 0.0
 
-    def stand(step_ms: float) -> step_cost._Stand:
+    def stand(step_ms: float) -> StepStand:
         def run(_tree: Any) -> None:
             nonlocal now_ms
             # Steps commit tokens: there is room for some only.
@@ -57,7 +58,8 @@ def test_starting_and_waiting_distort_no_ratio_of_replayed_steps(
 
         lengths = torch.zeros(1, dtype=torch.int32)
         batch: Any = SimpleNamespace(lengths=lengths, counts=torch.zeros(1))
-        return step_cost._Stand(batch, 10, run, STEPS_IN_A_ROW)
+        cache: Any = None
+        return StepStand(cache, batch, 10, run, STEPS_IN_A_ROW)
 
     def clock() -> float:
         nonlocal now_ms
