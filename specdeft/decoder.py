@@ -15,13 +15,14 @@ from specdeft.config import GenerationConfig, truth
 from specdeft.custom_generate import generate_rows
 from specdeft.engine import Engine
 from specdeft.generation import Generation
-from specdeft.graphs import context_buckets
+from specdeft.graphs import SMALLEST_BUCKET_TOKENS, context_buckets
 from specdeft.heads.medusa import MedusaHeads
 from specdeft.identity import IdentityReport, compare
 from specdeft.loading import load_heads, load_target
 from specdeft.memory import DEFAULT_KV_FRACTION
 from specdeft.model import TargetModel
 from specdeft.prompt import Prompt, encode_prompt
+from specdeft.prompt_graphs import PADDED_TOKENS
 from specdeft.reply import Reply
 from specdeft.result import GenerationResult
 from specdeft.run_state import Request, RunStates
@@ -288,8 +289,8 @@ class SpecDecoder:
         self, num_tokens: int = 1024, *, batch_size: int = 1, temperature: float = 0.0
     ) -> float:
         """Do ahead what first generations would wait for: the tree's and the plain steps of
-        sequences of up to ``num_tokens`` tokens are compiled and captured, by decoding a little;
-        those of several sequences with and without a common beginning.
+        sequences of up to ``num_tokens`` tokens are compiled and captured, by decoding a little,
+        and their prompts; steps of several sequences with and without a common beginning.
 
         Args:
             num_tokens: prompt and new tokens of the longest sequence to come, 16 or more.
@@ -311,10 +312,7 @@ class SpecDecoder:
         settings = {"max_new_tokens": 2, "temperature": temperature, "ignore_eos": True}
         # The largest first: what comes later fits the memory that it took.
         for bucket in reversed(context_buckets(num_tokens)):
-            asked = Asked(temperature)
-            place = self._choice.place(min(bucket, num_tokens), batch_size)
-            drafting = self._choice.tree_at(place, asked)
-            for tree in (drafting, TokenTree.chain(0)):
+            for tree in self._trees_within(bucket, num_tokens, batch_size, temperature):
                 # A step's graph serves up to its bucket's end: just below it, nothing is left out.
                 beyond = 2 + 2 * (tree.max_depth + 1)
                 length = max(min(bucket, num_tokens) - beyond, 1)
@@ -323,7 +321,22 @@ class SpecDecoder:
                 apart[:, 0] = torch.arange(batch_size)
                 for prompts in (apart, alike) if batch_size > 1 else (alike,):
                     self.generate(list(prompts), tree=tree, **settings)
+        if self._engine.cuda_graphs:
+            for length in PADDED_TOKENS:
+                if length < num_tokens:
+                    self.plain(torch.zeros(length, dtype=torch.int64), max_new_tokens=1)
         return self._clock() - began
+
+    def _trees_within(
+        self, bucket: int, num_tokens: int, batch_size: int, temperature: float
+    ) -> list[TokenTree]:
+        """The trees of steps whose context lies in a bucket: "auto" may choose several."""
+        longest = min(bucket, num_tokens)
+        # The smallest bucket holds the contexts of more than one place.
+        contexts = (1, longest) if bucket == SMALLEST_BUCKET_TOKENS else (longest,)
+        places = [self._choice.place(context, batch_size) for context in contexts]
+        trees = [self._choice.tree_at(place, Asked(temperature)) for place in places]
+        return list(dict.fromkeys([*trees, TokenTree.chain(0)]))
 
     def plain(self, prompt: Prompt, **settings: Any) -> GenerationResult:
         """`generate` with the one-node tree: plain decoding by the same engine, the baseline."""

@@ -1,5 +1,6 @@
 """Several prompts at once: each gets what it gets alone, whatever the others do."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from specdeft.attention import KernelChoice
 from specdeft.decoder import SpecDecoder
 from specdeft.kernels import launch_shape
 from specdeft.prompts import MIN_SHARED_TOKENS, num_shared_tokens
+from specdeft.tree_choice import TreeChoice
 from specdeft.trees.named import named_tree
 from specdeft.trees.token_tree import TokenTree
 from tests.core.tiny import (
@@ -260,3 +262,32 @@ def test_warming_up_batches_prepares_steps_with_and_without_a_common_beginning(
     shared.clear()
     decoder.warmup(100, batch_size=1)
     assert len(shared) == 2  # a tree and plain steps
+
+
+def test_warming_up_prepares_the_trees_of_all_places_and_short_prompts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trees, prompts = list[TokenTree](), list[int]()
+
+    def watched(_decoder: SpecDecoder, _prompts: Any, tree: Any, **_settings: Any) -> None:
+        trees.append(tree)
+
+    def watched_plain(_decoder: SpecDecoder, prompt: Any, **settings: Any) -> None:
+        assert settings == {"max_new_tokens": 1}
+        prompts.append(len(prompt))
+
+    monkeypatch.setattr(SpecDecoder, "generate", watched)
+    monkeypatch.setattr(SpecDecoder, "plain", watched_plain)
+    # "auto" takes another tree behind more than 256 tokens.
+    monkeypatch.setattr(
+        TreeChoice, "tree_at", lambda _, place, _asked: TokenTree.chain(place.num_context // 256)
+    )
+    decoder = SpecDecoder(tiny_model("llama"), ByteTokenizer())
+    decoder.warmup(200)
+    assert trees == [TokenTree.chain(1), TokenTree.chain(0)]
+    assert not prompts  # read eagerly here
+    trees.clear()
+    monkeypatch.setattr(decoder, "_engine", replace(decoder.engine, cuda_graphs=True))
+    decoder.warmup(1500)
+    assert trees == [TokenTree.chain(length) for length in (16, 0, 1, 4, 0)]
+    assert prompts == [64, 128, 256, 512, 768, 1024]
