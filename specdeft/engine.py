@@ -54,13 +54,20 @@ class Decision(NamedTuple):
 
 
 def _decide(
-    tokens: Tensor, output: TargetOutput, lengths: Tensor, tree: TreeTensors, sampler: Sampler
+    tokens: Tensor,
+    output: TargetOutput,
+    lengths: Tensor,
+    tree: TreeTensors,
+    sampler: Sampler,
+    *,
+    on_host: bool = False,
 ) -> Decision:
+    """on_host: tokens are drawn along the walk alone, by a loop that no graph or compiler holds."""
     positions = lengths.to(torch.int64)[:, None] + 1 + tree.levels
-    if output.logits.is_cuda or sampler.rule.is_greedy:
-        chosen = choose_tokens(output.logits, positions, tree.depths, sampler)
-    else:
+    if on_host:
         chosen = choose_along(output.logits, positions, tokens, tree, sampler)
+    else:
+        chosen = choose_tokens(output.logits, positions, tree.depths, sampler)
     outcome = accept(tokens, chosen, tree)
     last = outcome.last_node[:, None, None].expand(-1, 1, output.hidden.shape[-1])
     return Decision(outcome, outcome.bonus, output.hidden.gather(1, last)[:, 0], positions)
@@ -292,8 +299,10 @@ class Engine:
         sampler: Sampler,
     ) -> Decision:
         """The target's tokens after the nodes, and the walk along them."""
-        decide = self._fused[1] if self.is_compiled else _decide
-        return decide(tokens, output, batch.lengths, tree, sampler)
+        if self.is_compiled:
+            return self._fused[1](tokens, output, batch.lengths, tree, sampler)
+        on_host = not (output.logits.is_cuda or sampler.rule.is_greedy)
+        return _decide(tokens, output, batch.lengths, tree, sampler, on_host=on_host)
 
     def commit(self, cache: KVTree, batch: Batch, tree: TreeTensors, decision: Decision) -> None:
         """Keep what was accepted: in the cache, and in the batch for the next step."""

@@ -119,7 +119,7 @@ def test_one_that_reuses_a_warmed_cache(run, monkeypatch):
     """The prompt's forward is skipped where the prompt was seen: its cache is put back instead."""
     honest, warmed = Engine.prefill, dict[tuple[int, ...], tuple[torch.Tensor, ...]]()
 
-    def prefill(self, cache: Any, batch: Any, prompt: Any, sampler: Any) -> None:
+    def prefill(self, cache: Any, batch: Any, prompt: Any, sampler: Any, *graphs: Any) -> None:
         # Speculation only: plain decoding stays the honest baseline.
         key = tuple(prompt.tolist())
         is_ours = batch.emitted.shape[1] > 1
@@ -134,7 +134,7 @@ def test_one_that_reuses_a_warmed_cache(run, monkeypatch):
             batch.emitted[:, 0] = root
             batch.counts.fill_(1)
             return
-        honest(self, cache, batch, prompt, sampler)
+        honest(self, cache, batch, prompt, sampler, *graphs)
         if is_ours:
             count = len(key)
             kept = (cache.keys[:, :count], cache.values[:, :count], batch.root, batch.hidden)
