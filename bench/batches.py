@@ -65,8 +65,6 @@ def parse_batch_sizes(text: str | None, num_prompts: int) -> tuple[int, ...]:
     if text is None:
         return ()
     sizes = whole_numbers(text, "batch sizes", "1,4,8")
-    if len(set(sizes)) < len(sizes):
-        raise ValueError(f"batch sizes are {text!r}: give each number once")
     if max(sizes) > num_prompts:
         raise ValueError(
             f"a batch of {max(sizes)} was asked for and there are {num_prompts} prompts: give "

@@ -37,8 +37,10 @@ class RunFolder:
             plots: draw the report's charts as PNG files, too.
 
         Raises:
-            ValueError: it cannot be written, the disk is full, or matplotlib is missing.
+            ValueError: it cannot be written, the disk is full, or plots cannot be made.
         """
+        if plots and folder is None:
+            raise ValueError("--plots has nowhere to go: give --save-result FOLDER")
         if plots:
             check_available()
         self._plots = plots

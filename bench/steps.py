@@ -26,6 +26,7 @@ from specdeft.bench.workbench import (
     settings_of,
 )
 from specdeft.engine import Engine
+from specdeft.memory import DEFAULT_KV_FRACTION, plan_memory
 from specdeft.step_cost import Place, StepStand, steps_in_a_row
 from specdeft.trees.options import HelpFormatter, Options, whole_numbers
 from specdeft.trees.token_tree import TokenTree
@@ -102,6 +103,7 @@ def main(arguments: Sequence[str]) -> Finished:
         settings_of(options),
     )
     places = [Place(context, size) for context in contexts for size in sizes]
+    _check_room(decoder.engine, list(trees.values()), places, options.shared)
     found: list[StepTime] = []
     with folder, progress(len(places), "steps", "place") as done:
         folder.open(manifest)
@@ -117,6 +119,29 @@ def main(arguments: Sequence[str]) -> Finished:
     return Finished(report, options.output)
 
 
+def _check_room(
+    engine: Engine, trees: Sequence[TokenTree], places: Sequence[Place], num_shared: int
+) -> None:
+    """Refuse, before any step is timed, places that the model or the memory does not hold."""
+    room = StepStand.room(engine, trees)
+    longest = max(place.num_context for place in places)
+    if longest + room > engine.target.max_context:
+        raise ValueError(
+            f"the model's context of {engine.target.max_context} tokens does not hold {longest} "
+            f"and the {room} of steps behind them: give a smaller --context"
+        )
+    num_nodes = max(tree.num_nodes for tree in trees)
+    for place in places:
+        capacities = [place.num_context + room] * place.num_sequences
+        stored = engine.stored_tokens(capacities, num_shared)
+        plan = plan_memory(engine, stored, num_nodes, is_greedy=True, replaced=None)
+        if plan is not None and not plan.fits(DEFAULT_KV_FRACTION):
+            raise ValueError(
+                f"{place.num_sequences} sequences of {place.num_context} tokens do not fit the "
+                "memory that is free: give smaller --batch-sizes or a smaller --context"
+            )
+
+
 def _key(place: Place) -> str:
     return f"{place.num_context}|{place.num_sequences}"
 
@@ -130,11 +155,6 @@ def _measured(
 ) -> dict[str, Any]:
     """All trees at one place, in turns."""
     stand = StepStand.build(engine, list(trees.values()), place, num_shared=options.shared)
-    if stand.num_context < place.num_context:
-        raise ValueError(
-            f"the model's context of {engine.target.max_context} tokens does not hold "
-            f"{place.num_context} and a step's behind them: give a smaller --context"
-        )
     generator = torch.Generator(stand.cache.keys.device).manual_seed(options.seed)
     for pool in (stand.cache.keys, stand.cache.values):
         pool.normal_(generator=generator)

@@ -318,13 +318,9 @@ class Task:
         Raises:
             ValueError: one cannot be honoured.
         """
-        if options.threads is not None and options.threads < 1:
-            raise ValueError(f"threads is {options.threads}: give at least 1")
         config = GenerationConfig(
             max_new_tokens=options.max_new_tokens, seed=options.seed, ignore_eos=options.ignore_eos
         )
-        if options.plots and options.save_result is None:
-            raise ValueError("--plots has nowhere to go: give --save-result FOLDER")
         folder = RunFolder(options.save_result, plots=options.plots)
         return cls(_prompts(options), folder, config)
 
@@ -364,6 +360,8 @@ def load(options: argparse.Namespace) -> Workbench:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     if options.threads is not None:
+        if options.threads < 1:
+            raise ValueError(f"threads is {options.threads}: give at least 1")
         torch.set_num_threads(options.threads)
     if options.model.startswith(PREFIX):
         device = pick_device(options.device)

@@ -174,7 +174,7 @@ class StepStand:
         """
         num_levels = 1 + max(tree.max_depth for tree in trees)
         in_a_row = STEPS_IN_A_ROW if engine.cuda_graphs else 1
-        room = max(tree.num_nodes for tree in trees) + in_a_row * num_levels
+        room = cls.room(engine, trees)
         num_context = min(place.num_context, max(engine.target.max_context - room, 1))
         capacities = [num_context + room] * place.num_sequences
         cache = engine.new_cache_for(engine.stored_tokens(capacities, num_shared))
@@ -190,6 +190,13 @@ class StepStand:
             cache.advance(sequence, num_context - num_shared - num_read)
         run = _runner(engine, cache, batch, sampler, num_context + room)
         return cls(cache, batch, num_context, run, in_a_row)
+
+    @staticmethod
+    def room(engine: Engine, trees: Sequence[TokenTree]) -> int:
+        """Slots that steps of the trees need behind the committed tokens of a sequence."""
+        in_a_row = STEPS_IN_A_ROW if engine.cuda_graphs else 1
+        num_levels = 1 + max(tree.max_depth for tree in trees)
+        return max(tree.num_nodes for tree in trees) + in_a_row * num_levels
 
     def time_ms(self, tree: TreeTensors, clock: Callable[[], float], num_steps: int) -> float:
         """Milliseconds of one of so many steps, their tokens read as generations read them."""

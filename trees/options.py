@@ -25,12 +25,15 @@ def whole_numbers(text: str, what: str, example: str) -> tuple[int, ...]:
         example: a good one, for the error.
 
     Raises:
-        ValueError: it is empty, or one of its parts is no such number.
+        ValueError: it is empty, names a number twice, or one of its parts is no such number.
     """
     parts = listed(text)
     if not parts or not all(part.isdecimal() and int(part) for part in parts):
         raise ValueError(f"{what} are {text!r}: give numbers from 1 with commas, like {example}")
-    return tuple(map(int, parts))
+    numbers = tuple(map(int, parts))
+    if len(set(numbers)) < len(numbers):
+        raise ValueError(f"{what} are {text!r}: give each number once, like {example}")
+    return numbers
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):

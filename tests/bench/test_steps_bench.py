@@ -77,10 +77,21 @@ def test_the_stand_holds_sequences_that_begin_alike(num_shared):
         (["--batch-sizes", "x"], "batch sizes are 'x'"),
         (["-r", "0"], "repetitions is 0"),
         (["--trees", "deft-1"], "deft-1"),
-        (["--context", "2040"], "context of 2048 tokens does not hold 2040"),
+        (["--context", "2040"], "context of 2048 tokens does not hold 2040 and the .* of steps"),
+        (["--context", "40,2040"], "does not hold 2040"),
+        (["--context", "3000", "--shared", "2500"], "does not hold 3000"),
+        (["--context", "40,40"], "contexts are '40,40': give each number once"),
+        (["--batch-sizes", "2,2"], "batch sizes are '2,2': give each number once"),
+        (["--batch-sizes", "1,100000000"], "100000000 sequences of 40 tokens do not fit"),
+        (["--threads", "0"], "threads is 0: give at least 1"),
+        (["--plots"], "--plots has nowhere to go: give --save-result FOLDER"),
     ],
 )
-def test_what_is_refused(wrong: list[str], said: str) -> None:
+def test_what_is_refused_before_a_step_is_timed(
+    wrong: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "_measured", None)
     arguments: Any = ["steps", *MODEL, *WORK, *wrong]
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=said) as caught:
         cli.main(arguments)
+    assert "\n" not in str(caught.value)

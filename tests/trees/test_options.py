@@ -50,3 +50,6 @@ def test_whole_numbers_from_one() -> None:
     for wrong in ("", "0", "-1", "1.5", "two", "1,x"):
         with pytest.raises(ValueError, match=r"sizes are '.*': give numbers .* like 1,4"):
             whole_numbers(wrong, "sizes", "1,4")
+    for twice in ("4,4", "1,20,01"):
+        with pytest.raises(ValueError, match=r"sizes are '.*': give each number once, like 1,4"):
+            whole_numbers(twice, "sizes", "1,4")
