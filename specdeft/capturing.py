@@ -37,11 +37,13 @@ def capture(
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):  # compiles kernels, fills library workspaces
-            run()
-            reset()
-    torch.cuda.current_stream().wait_stream(side)
+    try:
+        with torch.cuda.stream(side):
+            for _ in range(2):  # compiles kernels, fills library workspaces
+                run()
+                reset()
+    finally:  # where it failed the caller goes on, with what is still being written there
+        torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     try:
         # What other threads do on the device meanwhile is theirs.

@@ -23,9 +23,10 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         yield
         log.append("end")
 
-    stream = SimpleNamespace(wait_stream=lambda _other: None)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    side = SimpleNamespace(wait_stream=lambda _other: None)
+    main = SimpleNamespace(wait_stream=lambda other: log.append("wait") if other is side else None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: side)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
     monkeypatch.setattr(torch.cuda, "stream", lambda _stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
     monkeypatch.setattr(torch.cuda, "graph", graph)
@@ -40,7 +41,7 @@ def test_one_capture_at_a_time_behind_two_runs_that_are_undone(log: list[str]) -
         "Name",
         reset=lambda: log.append("reset"),
     )
-    assert log == ["run False", "reset"] * 2 + ["begin True", "run True", "end"]
+    assert log == ["run False", "reset"] * 2 + ["wait", "begin True", "run True", "end"]
     assert not capturing._capturing.locked()
 
 
@@ -61,6 +62,17 @@ def test_short_memory_is_told_from_what_no_graph_holds(chained: bool) -> None:
     with pytest.raises(torch.cuda.OutOfMemoryError):
         capture(fails, "pool", "Name")
     assert not capturing._capturing.locked()
+
+
+def test_what_a_failed_warm_up_launched_is_waited_for(log: list[str]) -> None:
+    """It writes the cache and the batch that the caller goes on with, without a graph."""
+
+    def fails() -> None:
+        raise torch.cuda.OutOfMemoryError("short")
+
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        capture(fails, "pool", "Name", reset=lambda: log.append("reset"))
+    assert log == ["wait"]
 
 
 def test_what_no_graph_holds_is_named() -> None:
