@@ -27,6 +27,7 @@ AUTO_SIZES_COMPILED = (1, 16, 64, 128)
 # One size is compiled for requests of all lengths: the one that suits texts of so many tokens.
 COMPILED_FOR_TOKENS = 128
 RATIO_NOISE = 0.03  # measured step times over that of a plain step are known as well as that
+MOST_REMEMBERED = 256  # choices: requests differ in temperature and length without end
 NOTHING = ValuedPaths((), ())  # neither heads nor lookup: plain decoding
 
 
@@ -151,6 +152,8 @@ class TreeChoice:
         """What "auto" takes at a place; measures the step cost there the first time."""
         key = place, asked
         if key not in self._chosen:
+            if len(self._chosen) == MOST_REMEMBERED:
+                self._chosen.clear()
             trees, step_ms = self._sizes(), self.step_ms(place, sampled=asked.is_sampled)
             usual = self._usual(asked)
             expected = {size: self._expected(tree, usual) for size, tree in trees.items()}
@@ -242,6 +245,9 @@ class TreeChoice:
 
     def _is_best(self, tree: TokenTree) -> bool:
         """Whether it is the best tree of its size by the values."""
+        known = (self._by_size or {}).get(tree.num_nodes)
+        if known is not None:  # every request asks: searching again would delay its first token
+            return tree == known
         try:
             return tree == tree_of(tree.num_nodes, self._values, self._lookup)
         except ValueError:  # larger than the values reach

@@ -161,6 +161,26 @@ def test_compiled_steps_have_one_tree_for_requests_of_all_lengths(
         assert decoder.expected_tau_of(config, 9) == by_size[4]
 
 
+def test_requests_of_other_lengths_search_no_trees_and_fill_no_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What every request asks before its first token."""
+    charged = Charged(monkeypatch, per_node=0.2)
+    choice = TreeChoice(charged.decoder().engine, "auto", PROMISED, lambda: charged.now)
+    place = choice.place()
+    choice.at(place)
+    searched: list[Any] = []
+    monkeypatch.setattr(tree_choice, "tree_of", lambda *asked: searched.append(asked))
+    monkeypatch.setattr(tree_choice, "MOST_REMEMBERED", 5)
+    first = choice.at(place, Asked(0.0, 100))
+    for num_tokens in range(100, 120):
+        choice.at(place, Asked(0.0, num_tokens))
+        choice.frugal(place, Asked(0.0, num_tokens))
+        assert len(choice._chosen) <= 5
+    assert not searched
+    assert choice.at(place, Asked(0.0, 100)) == first
+
+
 def test_a_frugal_tree_is_tried_before_drafting_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two misses of the best tree use up a short text's overdraft; a chain of one costs less."""
     charged = Charged(monkeypatch, per_node=0.01)
