@@ -25,6 +25,7 @@ from specdeft.bench.workbench import (
     progress,
     settings_of,
 )
+from specdeft.config import GenerationConfig
 from specdeft.engine import Engine
 from specdeft.memory import DEFAULT_KV_FRACTION, plan_memory
 from specdeft.step_cost import Place, StepStand, steps_in_a_row
@@ -55,8 +56,9 @@ def parser() -> argparse.ArgumentParser:
     options = Options(
         prog="specdeft bench steps",
         description="Time whole steps: draft, forward over the tree, acceptance and commit.",
-        epilog="Example: specdeft bench steps --model random:llama-3-8b --heads random --compile "
-        "--dtype bfloat16 --trees deft-64 --context 4608 --shared 4096 --batch-sizes 1,8",
+        epilog="Example:\n"
+        "  specdeft bench steps --model random:llama-3-8b --heads random --dtype bfloat16 \\\n"
+        "    --compile --trees deft-64 --context 4608 --shared 4096 --batch-sizes 1,8",
         formatter_class=HelpFormatter,
     )
     options.add_argument("--trees", default="auto", help="names, sizes or files, commas")
@@ -84,6 +86,7 @@ def main(arguments: Sequence[str]) -> Finished:
     names = [name for name in parse_trees(options.trees) if name != PLAIN]
     contexts = whole_numbers(options.context, "contexts", "1024,8192")
     sizes = whole_numbers(options.batch_sizes, "batch sizes", "1,8")
+    GenerationConfig(seed=options.seed)  # refuses what no generator takes
     if options.repetitions < 1:
         raise ValueError(f"repetitions is {options.repetitions}: give at least 1")
     if not 0 <= options.shared < min(contexts):
@@ -196,7 +199,7 @@ def make_report(found: Sequence[StepTime], manifest: dict[str, Any]) -> Report:
                 "slowest_ms": max(one.times_ms),
                 "over_plain": _ratio(one, found, tree=PLAIN, size=one.place.num_sequences),
                 "over_one_sequence": _ratio(one, found, tree=one.tree, size=1),
-                "shared_read": "once" if one.prefix_once else "by each",
+                "shared_read": _shared_read(one) if settings["shared"] else "",
             }
         )
     rows = tuple(tuple(figures.values()) for figures in data)
@@ -213,6 +216,10 @@ def make_report(found: Sequence[StepTime], manifest: dict[str, Any]) -> Report:
         tables=(Table("Steps", columns, rows),),
         data={"manifest": manifest, "rows": data},
     )
+
+
+def _shared_read(one: StepTime) -> str:
+    return "once" if one.prefix_once else "by each"
 
 
 def _ratio(one: StepTime, found: Sequence[StepTime], *, tree: str, size: int) -> float | None:

@@ -39,6 +39,9 @@ def test_ratios_are_to_the_plain_step_and_to_one_sequence():
     assert [row["shared_read"] for row in rows] == ["by each", "by each", "once", *["by each"] * 2]
     assert (rows[0]["fastest_ms"], rows[0]["slowest_ms"]) == (1.0, 3.0)
     assert "32 tokens of the context common" in as_text(report)
+    manifest["settings"] = {"repetitions": 3, "shared": 0}
+    nothing_shared = make_report(found, manifest).data["rows"]
+    assert {row["shared_read"] for row in nothing_shared} == {""}
 
 
 def test_the_command_times_every_place_and_resumes(capsys, tmp_path, monkeypatch):
@@ -83,6 +86,7 @@ def test_the_stand_holds_sequences_that_begin_alike(num_shared):
         (["--context", "40,40"], "contexts are '40,40': give each number once"),
         (["--batch-sizes", "2,2"], "batch sizes are '2,2': give each number once"),
         (["--batch-sizes", "1,100000000"], "100000000 sequences of 40 tokens do not fit"),
+        (["--seed", "99999999999999999999999"], "seed is 9+"),
         (["--threads", "0"], "threads is 0: give at least 1"),
         (["--plots"], "--plots has nowhere to go: give --save-result FOLDER"),
     ],
