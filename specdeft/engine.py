@@ -41,6 +41,7 @@ PREFILL_CHUNK_TOKENS_CUDA = 2048
 # The first chunk, where torch's fused causal attention reads it (`attention.FirstChunkAttention`).
 FIRST_CHUNK_TOKENS = 8192
 PAGE_SIZE_TOKENS = 128
+CAPACITY_STEP_TOKENS = 256  # sequences of a generation have room for multiples of it
 
 
 class Decision(NamedTuple):

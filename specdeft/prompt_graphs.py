@@ -15,13 +15,12 @@ from torch import Tensor
 from specdeft.attention import make_attention
 from specdeft.batch import Batch
 from specdeft.capturing import capture
-from specdeft.engine import Engine
+from specdeft.engine import CAPACITY_STEP_TOKENS, Engine
 from specdeft.graphs import context_bucket
 from specdeft.kv_tree import KVTree
 from specdeft.model import LayerAttention, TargetOutput
 
-# Beyond the longest, the device is busy longer than the host launches. From 256 on they are
-# multiples of it, as the slots of a sequence are (`run_state.CAPACITY_STEP_TOKENS`).
+# Beyond the longest, the device is busy longer than the host launches.
 PADDED_TOKENS = (64, 128, 256, 512, 768, 1024)
 
 
@@ -36,10 +35,15 @@ class _Captured(NamedTuple):
     attention: LayerAttention  # holds the masks that a replay reads
 
 
-def padded_tokens(num_tokens: int, num_slots: int) -> int | None:
-    """To how many tokens a chunk of a prompt is filled up; None where no graph is used: it is too
-    long for one, or does not leave the slots there are behind the committed tokens."""
+def padded_tokens(num_tokens: int, num_before: int) -> int | None:
+    """To how many tokens a chunk of a prompt is filled up behind others; None where no graph is
+    used: it is too long for one, or leaves the slots that the shortest generation has there (one
+    token more). What a tree has room for beyond those is not asked: one prompt is always read
+    alike, or rounding would part texts.
+    """
     length = next((length for length in PADDED_TOKENS if num_tokens <= length), None)
+    least = num_before + num_tokens + 1
+    num_slots = -(-least // CAPACITY_STEP_TOKENS) * CAPACITY_STEP_TOKENS - num_before
     return length if length is not None and length <= num_slots else None
 
 
@@ -69,10 +73,12 @@ class PromptGraphs:
         Raises:
             ValueError: the model does something that no graph can hold.
         """
-        num_slots = self._cache.num_slots(batch.sequences[0]) - num_before
-        num_padded = padded_tokens(len(tokens), num_slots)
+        num_padded = padded_tokens(len(tokens), num_before)
         if num_padded is None:
             return None
+        num_slots = self._cache.num_slots(batch.sequences[0]) - num_before
+        if num_padded > num_slots:
+            raise RuntimeError(f"a prompt of {num_padded} tokens has {num_slots} slots reserved")
         place = self._place
         width = batch.page_table.shape[1]
         place.page_table[:, :width] = batch.page_table

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from specdeft.batch import Batch
 from specdeft.config import GenerationConfig
-from specdeft.engine import Engine
+from specdeft.engine import CAPACITY_STEP_TOKENS, Engine
 from specdeft.kv_tree import KVTree
 from specdeft.memory import DEFAULT_KV_FRACTION, plan_memory
 from specdeft.prompts import num_shared_tokens, read_prompts
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from specdeft.graphs import StepGraphs
     from specdeft.prompt_graphs import PromptGraphs
 
-CAPACITY_STEP_TOKENS = 256
 MIN_GRAPH_CAPACITY_TOKENS = 4096
 MIN_GRAPH_LEVELS = 32  # more than any tree of "auto": no capturing again for a deeper one
 

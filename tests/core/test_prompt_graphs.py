@@ -18,7 +18,6 @@ from specdeft.kv_tree import KVTree
 from specdeft.model import TargetModel
 from specdeft.prompt_graphs import PADDED_TOKENS, PromptGraphs, padded_tokens
 from specdeft.prompts import read_prompts
-from specdeft.run_state import CAPACITY_STEP_TOKENS
 from specdeft.sampling import Sampler
 from tests.core.tiny import prompt_ids, tiny_model
 
@@ -112,15 +111,22 @@ def test_prompts_behind_a_common_beginning(
 
 
 def test_only_what_leaves_the_slots_is_filled_up() -> None:
-    assert padded_tokens(1, 64) == 64
-    assert padded_tokens(64, 64) == 64
-    assert padded_tokens(65, 127) is None
-    assert padded_tokens(65, 128) == 128
-    assert padded_tokens(PADDED_TOKENS[-1] + 1, 10**6) is None
-    # A sequence has room for its prompt and more, in such steps: every prompt at its beginning.
-    for num_tokens in range(1, PADDED_TOKENS[-1]):
-        slots = -(-(num_tokens + 1) // CAPACITY_STEP_TOKENS) * CAPACITY_STEP_TOKENS
-        assert padded_tokens(num_tokens, slots) is not None
+    assert padded_tokens(1, 0) == padded_tokens(64, 0) == padded_tokens(13, 140) == 64
+    assert padded_tokens(65, 0) == padded_tokens(100, 100) == 128
+    assert padded_tokens(100, 150) is None  # 250 and one more leave 106 slots
+    assert padded_tokens(513, 250) is None
+    assert padded_tokens(PADDED_TOKENS[-1] + 1, 0) is None
+    for num_tokens in range(1, PADDED_TOKENS[-1] + 1):
+        assert padded_tokens(num_tokens, 0) is not None  # every prompt at its beginning
+
+
+def test_no_filling_leaves_what_is_reserved(captures: list[str]) -> None:
+    engine, cache = stand("llama")
+    batch = begin(engine, cache, 2)
+    cache.truncate(batch.sequences[0], 0)
+    with pytest.raises(RuntimeError, match="has 0 slots reserved"):
+        PromptGraphs(engine, cache).read(batch, torch.tensor(prompt_ids(2)), 0)
+    assert not captures
 
 
 def test_short_memory_is_said_once_and_the_prompt_is_read(
