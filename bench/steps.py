@@ -28,7 +28,7 @@ from specdeft.bench.workbench import (
 from specdeft.config import GenerationConfig
 from specdeft.engine import Engine
 from specdeft.memory import DEFAULT_KV_FRACTION, plan_memory
-from specdeft.step_cost import Place, StepStand, steps_in_a_row
+from specdeft.step_cost import Place, StepStand
 from specdeft.trees.options import HelpFormatter, Options, whole_numbers
 from specdeft.trees.token_tree import TokenTree
 
@@ -164,13 +164,12 @@ def _measured(
     tensors = {name: engine.load_tree(tree) for name, tree in trees.items()}
     counts = {}
     for name, tree in tensors.items():
-        for _ in range(2):  # the first captures and compiles
-            counts[name] = steps_in_a_row(stand.time_ms(tree, bench.clock, stand.in_a_row))
+        stand.time_ms(tree, bench.clock, stand.in_a_row)  # captures and compiles
+        counts[name] = stand.steps_together(tree, bench.clock)
     times: dict[str, list[float]] = {name: [] for name in trees}
     for repetition in range(options.repetitions):
         for name in list(trees)[:: 1 if repetition % 2 == 0 else -1]:
-            num_steps = counts[name] if stand.in_a_row > 1 else 1
-            times[name].append(stand.time_ms(tensors[name], bench.clock, num_steps))
+            times[name].append(stand.time_ms(tensors[name], bench.clock, counts[name]))
     entries = [
         {
             "tree": name,

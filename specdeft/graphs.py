@@ -1,9 +1,9 @@
 """Steps as CUDA graphs: captured once per (tree, rule, context bucket, whether a shared prefix is
 read once), replayed without the host.
 
-A `StepGraphs` owns the static tensors its graphs were captured on (one batch,
-one sampler, one KV tree) and a ring of pinned outboxes: after every replay the step's tokens are
-copied out asynchronously, and the host reads them one step late, while the next step runs.
+A `StepGraphs` owns the static tensors its graphs were captured on (one batch, one sampler, one KV
+tree) and a ring of pinned outboxes: after every replay the step's tokens are copied out
+asynchronously, and the host reads them one step late, while the next step runs.
 """
 
 import warnings

@@ -133,6 +133,18 @@ class KVTree:
         self._sequences[child] = _Sequence([*shared, *copied], source.length)
         return child
 
+    def branch(self, trunk: int, capacities: Sequence[int]) -> list[int]:
+        """``trunk`` and forks of it, each with room for so many tokens in all.
+
+        Raises:
+            KVCapacityError: too few free pages.
+        """
+        num_common = self.length(trunk)
+        sequences = [trunk, *(self.fork(trunk) for _ in capacities[1:])]
+        for sequence, capacity in zip(sequences, capacities, strict=True):
+            self.reserve(sequence, capacity - num_common)
+        return sequences
+
     def close(self, sequence: int) -> None:
         """Forget a sequence; pages nobody else shares become free."""
         self._release(self._sequences[sequence].pages)

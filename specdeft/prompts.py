@@ -58,11 +58,7 @@ def read_prompts(
         reader = batch.row(0)
         reader.bind(cache, (trunk,))
         engine.read(cache, reader, tensors[0][:shared], graphs)
-    others = [cache.fork(trunk) if shared else cache.open() for _ in prompts[1:]]
-    sequences = [trunk, *others]
-    for sequence, capacity in zip(sequences, capacities, strict=True):
-        cache.reserve(sequence, capacity - shared)
-    batch.bind(cache, sequences)
+    batch.bind(cache, cache.branch(trunk, capacities))
     batch.history[:, :shared] = tensors[0][:shared]
     for row, prompt in enumerate(tensors):
         engine.prefill(cache, batch.row(row), prompt[shared:], sampler.row(row), graphs)

@@ -1,21 +1,19 @@
 """The memory generations run on: a KV tree, a step's tensors, and graphs; reused between them."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from specdeft.batch import Batch
 from specdeft.config import GenerationConfig
 from specdeft.engine import CAPACITY_STEP_TOKENS, Engine
+from specdeft.graphs import StepGraphs
 from specdeft.kv_tree import KVTree
 from specdeft.memory import DEFAULT_KV_FRACTION, plan_memory
+from specdeft.prompt_graphs import PromptGraphs
 from specdeft.prompts import num_shared_tokens, read_prompts
 from specdeft.sampling import Sampler
 from specdeft.stepping import EagerStepper, Stepper
 from specdeft.trees.token_tree import TokenTree
-
-if TYPE_CHECKING:
-    from specdeft.graphs import StepGraphs
-    from specdeft.prompt_graphs import PromptGraphs
 
 MIN_GRAPH_CAPACITY_TOKENS = 4096
 MIN_GRAPH_LEVELS = 32  # more than any tree of "auto": no capturing again for a deeper one
@@ -38,7 +36,7 @@ class RunState(NamedTuple):
     batch: Batch
     sampler: Sampler
     stepper: Stepper
-    prompt_graphs: "PromptGraphs | None"
+    prompt_graphs: PromptGraphs | None
     prompts: list[list[int]]
     capacities: list[int]
 
@@ -114,10 +112,8 @@ class RunStates:
         config: GenerationConfig,
         numbers: tuple[int, ...],
         num_levels: int,
-    ) -> "StepGraphs":
+    ) -> StepGraphs:
         """The graphs of this batch size, with their tensors."""
-        from specdeft.graphs import StepGraphs
-
         size = len(capacities)
         graphs = self._graphs.get(size)
         if graphs is None or not graphs.fits(max(capacities), num_levels):
@@ -161,8 +157,6 @@ class RunStates:
         self._prompt_graphs = None
         self.cache = engine.new_cache_for(wanted)
         if engine.cuda_graphs:
-            from specdeft.prompt_graphs import PromptGraphs
-
             self._prompt_graphs = PromptGraphs(engine, self.cache)
         return self.cache
 

@@ -92,8 +92,7 @@ def measure_step_ms(
         return num_steps * sum(rounds[-1].values()) / 1e3
 
     time_round(list(tensors))  # warms up
-    if stand.in_a_row > 1:
-        num_steps = steps_in_a_row(stand.time_ms(tensors[min(tensors)], clock, num_steps))
+    num_steps = stand.steps_together(tensors[min(tensors)], clock)
     rounds.clear()
     spent_s = sum(time_round(list(tensors)) for _ in range(FIRST_ROUNDS))
     sizes = contenders(undisturbed_ms(rounds), expected)
@@ -173,12 +172,14 @@ class StepStand:
             num_shared: first tokens that all sequences have in common, fewer than the context.
         """
         num_levels = 1 + max(tree.max_depth for tree in trees)
-        in_a_row = STEPS_IN_A_ROW if engine.cuda_graphs else 1
         room = cls.room(engine, trees)
         num_context = min(place.num_context, max(engine.target.max_context - room, 1))
         capacities = [num_context + room] * place.num_sequences
         cache = engine.new_cache_for(engine.stored_tokens(capacities, num_shared))
-        sequences = _opened(cache, capacities, num_shared)
+        trunk = cache.open()
+        cache.reserve(trunk, capacities[0])
+        cache.advance(trunk, num_shared)
+        sequences = tuple(cache.branch(trunk, capacities))
         batch = Batch.empty(engine.target, cache, sequences, num_levels)
         config = GenerationConfig(temperature=SAMPLED_AT if sampled else 0.0)
         sampler = Sampler.build(config, (0,) * len(sequences), engine.target.device)
@@ -189,14 +190,19 @@ class StepStand:
             engine.prefill(cache, batch.row(row), prompt.to(engine.target.device), sampler.row(row))
             cache.advance(sequence, num_context - num_shared - num_read)
         run = _runner(engine, cache, batch, sampler, num_context + room)
-        return cls(cache, batch, num_context, run, in_a_row)
+        return cls(cache, batch, num_context, run, _in_a_row(engine))
 
     @staticmethod
     def room(engine: Engine, trees: Sequence[TokenTree]) -> int:
         """Slots that steps of the trees need behind the committed tokens of a sequence."""
-        in_a_row = STEPS_IN_A_ROW if engine.cuda_graphs else 1
         num_levels = 1 + max(tree.max_depth for tree in trees)
-        return max(tree.num_nodes for tree in trees) + in_a_row * num_levels
+        return max(tree.num_nodes for tree in trees) + _in_a_row(engine) * num_levels
+
+    def steps_together(self, tree: TreeTensors, clock: Callable[[], float]) -> int:
+        """How many steps of a tree, which ran before, are timed together."""
+        if self.in_a_row == 1:
+            return 1
+        return steps_in_a_row(self.time_ms(tree, clock, self.in_a_row))
 
     def time_ms(self, tree: TreeTensors, clock: Callable[[], float], num_steps: int) -> float:
         """Milliseconds of one of so many steps, their tokens read as generations read them."""
@@ -211,15 +217,8 @@ class StepStand:
         return (clock() - began) * 1e3 / num_steps
 
 
-def _opened(cache: KVTree, capacities: Sequence[int], num_shared: int) -> tuple[int, ...]:
-    """Sequences with so many slots each that hold ``num_shared`` common tokens."""
-    trunk = cache.open()
-    cache.reserve(trunk, capacities[0])
-    cache.advance(trunk, num_shared)
-    others = [cache.fork(trunk) if num_shared else cache.open() for _ in capacities[1:]]
-    for sequence, capacity in zip(others, capacities[1:], strict=True):
-        cache.reserve(sequence, capacity - num_shared)
-    return (trunk, *others)
+def _in_a_row(engine: Engine) -> int:
+    return STEPS_IN_A_ROW if engine.cuda_graphs else 1
 
 
 def _runner(

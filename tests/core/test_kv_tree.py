@@ -212,3 +212,18 @@ def test_full_pages_that_all_sequences_share() -> None:
     assert cache.num_shared_tokens([trunk, first]) == 8
     with pytest.raises(ValueError, match="no sequence 99"):
         cache.num_shared_tokens([trunk, 99])
+
+
+@pytest.mark.parametrize("num_common", [0, 3, 4, 9])
+def test_branches_share_the_trunk_and_have_room_of_their_own(num_common: int) -> None:
+    cache = new_tree(num_pages=12, page_size=4)
+    trunk = cache.open()
+    cache.reserve(trunk, 12)
+    write(cache, trunk, [float(number) for number in range(1, num_common + 1)])
+    sequences = cache.branch(trunk, [12, 10, 16])
+    cache.check_invariants()
+    assert sequences[0] == trunk
+    assert [cache.num_slots(sequence) for sequence in sequences] == [12, 12, 16]
+    assert cache.num_shared_tokens(sequences) == num_common // 4 * 4
+    for sequence in sequences:
+        assert read(cache, sequence) == read(cache, trunk)
